@@ -109,7 +109,7 @@ def test_hub_directory_equals_from_pretrained(
     job = Job.model_validate({"model": {"path": str(tmp_path), "task": task}})
     model = build_model(job)
     facts = discover(model, job)
-    weights, names = match_weights(model, facts, str(tmp_path))
+    weights, names = match_weights(model, facts, Job.model_validate({"model": {"path": str(tmp_path)}}))
     assert list(names) == list(facts.parameter_shapes)  # no old mask among them
     expected = dict(opened.named_parameters(remove_duplicate=False))
     assert names.keys() <= expected.keys() and {id(expected[name]) for name in names} == {

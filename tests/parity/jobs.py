@@ -255,7 +255,9 @@ def facts_of(job: Job) -> ModelFacts:
 
     Not for jobs with a planted fault, which may lie in how a model is built or studied.
     """
-    key = job.model_dump_json(include={"model": True, "adapter": True, "data": {"sequence_length", "factory"}})
+    key = job.model_dump_json(
+        include={"model": True, "adapter": True, "data": {"sequence_length", "factory", "added_tokens"}}
+    )
     is_staged = job.parallel.pipeline_parallel_degree > 1
     if is_staged and key in _known and not _known[key].supports(Axis.PIPELINE).ok:
         key += " cut by a trace"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.weight_files import SafetensorsFile
-from shardwise.checkpoint.writing import make_sibling, put_in_place
+from shardwise.checkpoint.writing import copy_tokenizer, make_sibling, put_in_place
 from shardwise.errors import ModelError, OutputError
 from shardwise.model.adapter_config import CONFIG, adapter_config, adapter_settings
 from shardwise.model.adapters import LORA_A, MAGNITUDE, STACK_ADAPTERS
@@ -75,8 +75,10 @@ def _stack_of(name: str, adapters: Mapping[str, LayerAdapter]) -> str:
     return layer if layer in adapters and adapters[layer].experts else ""
 
 
-def export_adapter(model: ParallelModel, path: Path) -> None:
+def export_adapter(model: ParallelModel, path: Path, tokenizer_directory: str | None = None) -> None:
     """Write the adapters of a run to the directory `path`, which is replaced if it is there. Collective.
+
+    A tokenizer to which the job has added tokens lies beside them: peft lets the base grow to it.
 
     Raises:
         OutputError: rank 0 cannot write; nothing is left behind.
@@ -86,7 +88,9 @@ def export_adapter(model: ParallelModel, path: Path) -> None:
     wholes = model.whole_tensors(names=facts.trained_shapes)
     if dist.get_rank() == 0:
         config = adapter_config(job, adapter_settings(job.adapter), facts.adapters)
-        write_adapter(path, config, {name: whole.cpu() for name, whole in wholes}, facts.adapters, base_hash)
+        tensors = {name: whole.cpu() for name, whole in wholes}
+        tokenizer = tokenizer_directory if job.data.added_tokens else None
+        write_adapter(path, config, tensors, facts.adapters, base_hash, tokenizer)
     else:
         for _ in wholes:  # each is gathered by all
             pass
@@ -99,6 +103,7 @@ def write_adapter(
     tensors: Mapping[str, Tensor],
     adapters: Mapping[str, LayerAdapter],
     base_hash: str,
+    tokenizer_directory: str | None = None,
 ) -> None:
     """Write a directory that peft opens.
 
@@ -108,6 +113,7 @@ def write_adapter(
         tensors: parameters of `adapters` and of modules trained whole, by the model's names.
         adapters: by the names of their layers.
         base_hash: hash of the model under them, "" where that is in no directory.
+        tokenizer_directory: of a tokenizer that is written beside them.
 
     Raises:
         OutputError: it cannot be written; nothing is left behind.
@@ -119,6 +125,8 @@ def write_adapter(
         save_file(stored, temporary / WEIGHTS, metadata)
         (temporary / WEIGHTS).chmod((temporary / WEIGHTS).stat().st_mode | 0o444)
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if tokenizer_directory is not None:
+            copy_tokenizer(Path(tokenizer_directory), temporary)
         put_in_place(temporary, path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -36,7 +36,7 @@ from shardwise.errors import CheckpointError, OutputError
 from shardwise.job.schema import Job
 from shardwise.kernels.packed_weights import rounded
 from shardwise.model.adapters import is_adapter, is_saved
-from shardwise.model.build import build_model
+from shardwise.model.build import build_model, load_config
 from shardwise.model.routers import config_as_given
 from shardwise.parallel.model import ParallelModel
 
@@ -132,7 +132,7 @@ def export_checkpoint(
         raise OutputError(f"--merge: the checkpoint {store.root}/{name} has no adapters; leave it out")
     if manifest.adapter is not None and not merge:
         with WholeTensors(store, name, manifest) as tensors:
-            return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype)
+            return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype, say)
     keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
     dtype_of = _file_dtypes(manifest, dtype, say)
     config = None if manifest.config is None else restore_config(manifest)
@@ -181,16 +181,20 @@ def _file_dtypes(manifest: Manifest, dtype: str | None, say: Say) -> Callable[[s
 
 
 def _export_adapters(
-    tensors: WholeTensors, manifest: Manifest, adapter: AdapterRecord, path: Path, dtype: str | None
+    tensors: WholeTensors, manifest: Manifest, adapter: AdapterRecord, path: Path, dtype: str | None, say: Say
 ) -> Path:
-    """Write a checkpoint's adapters, and the modules that are trained whole beside them, as peft opens them."""
+    """Write a checkpoint's adapters, and the modules that are trained whole beside them, as peft opens them.
+
+    A tokenizer to which the job has added tokens lies beside them: peft lets the base grow to it.
+    """
     if path.exists():
         raise OutputError(f"{path} exists already; choose another directory")
     saved = adapter.config.get("modules_to_save") or []
     names = [key.partition("/")[2] for key in _of_kind("model/", manifest)]
     trained = [name for name in names if is_saved(name, saved) or is_adapter(name, adapter.layers)]
     wholes = {name: converted(f"model/{name}", tensors.read(f"model/{name}"), dtype) for name in trained}
-    write_adapter(path, adapter.config, wholes, adapter.layers, adapter.base_hash)
+    tokenizer = _tokenizer(manifest, say) if manifest.job.get("data", {}).get("added_tokens") else None
+    write_adapter(path, adapter.config, wholes, adapter.layers, adapter.base_hash, tokenizer)
     return path
 
 
@@ -226,7 +230,11 @@ def open_base(manifest: Manifest) -> tuple[HuggingFaceWeights, dict[str, str]]:
     ties = [(first, *others) for first, others in manifest.ties.items()]
     names = [name for name, _ in model.named_parameters()]
     prefix = getattr(model, "base_model_prefix", "")
-    return weights, weights.resolve(names, base_model_prefix=prefix, ties=ties, model=model)
+    resolved = weights.resolve(names, base_model_prefix=prefix, ties=ties, model=model)
+    if job.data.added_tokens:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        weights.grow(resolved, shapes, load_config(job).get_text_config().vocab_size, job.training.seed)
+    return weights, resolved
 
 
 def restore_config(manifest: Manifest) -> PreTrainedConfig:

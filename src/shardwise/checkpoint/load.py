@@ -132,6 +132,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     Raises:
         CheckpointError: with what differs.
     """
+    _check_added_tokens(model, manifest, path)
     wrong = sorted(_misfits(model, manifest))
     if wrong:
         what = listed(wrong, separator="; ")
@@ -146,6 +147,16 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     job = model.plan.job.model_dump(mode="json")
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
+
+
+def _check_added_tokens(model: ParallelModel, manifest: Manifest, path: str) -> None:
+    """Refuse a checkpoint whose embeddings stand for other tokens."""
+    own, before = model.plan.job.data.added_tokens, manifest.job.get("data", {}).get("added_tokens", [])
+    if own != before:
+        raise CheckpointError(
+            f"{path} was trained with data.added_tokens={before}, the job has {own}; restore them, or start from "
+            "exported weights with model.path"
+        )
 
 
 def _check_base(model: ParallelModel, manifest: Manifest, path: str) -> None:

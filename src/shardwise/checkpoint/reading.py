@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.conversion import Recipe, match_names
+from shardwise.checkpoint.new_rows import GrownTensor
 from shardwise.checkpoint.weight_files import INDEX, SINGLE, TORCH_INDEX, TORCH_SINGLE, open_weight_files
 from shardwise.errors import ModelError
 from shardwise.words import listed
@@ -36,6 +38,7 @@ class HuggingFaceWeights:
         self._files = open_weight_files(files)
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.names}
         self._made: dict[str, tuple[Recipe, tuple[int, ...]]] = {}  # of other tensors, by the model's name: how, shape
+        self._grown: dict[str, GrownTensor] = {}
         if index is not None:
             _check_index(index, self._file_of)
 
@@ -46,6 +49,8 @@ class HuggingFaceWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
+        if name in self._grown:
+            return self._grown[name].shape
         return self._made[name][1] if name in self._made else self._files[self._file(name)].shape(name)
 
     def dtype(self, name: str) -> str:
@@ -58,8 +63,13 @@ class HuggingFaceWeights:
 
         What transformers makes of other tensors is made whole and then cut: one parameter's sources are in memory.
         """
+        if name in self._grown:
+            return self._grown[name].part(slices or ())
+        return self._read_stored(name, slices or ())
+
+    def _read_stored(self, name: str, slices: Sequence[slice]) -> Tensor:
         if name not in self._made:
-            return self._files[self._file(name)].read(name, slices or ())
+            return self._files[self._file(name)].read(name, slices)
         whole = self._made[name][0].make(lambda source: self._files[self._file(source)].read(source))[name]
         return whole[tuple(slices)].clone(memory_format=torch.contiguous_format) if slices else whole
 
@@ -96,6 +106,14 @@ class HuggingFaceWeights:
             self._check_equal(twins)
         buffers = {name: known[name] for name in optional if name in known}
         return {name: matches[0] for name, matches in there.items()} | buffers
+
+    def grow(self, resolved: Mapping[str, str], shapes: Mapping[str, Sequence[int]], rows: int, seed: int) -> None:
+        """Give tensors of the model that have `rows` rows, and fewer in the files, rows of added tokens behind them."""
+        for name, file_name in resolved.items():
+            stored = self.shape(file_name)
+            if stored and (rows, *stored[1:]) == tuple(shapes[name]) and stored[0] < rows:
+                read = partial(self._read_stored, file_name)
+                self._grown[file_name] = GrownTensor(read, stored, rows - stored[0], seed, name)
 
     def check_shapes(self, resolved: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> None:
         """Raises where a tensor of the files has another shape than the model's parameter."""

@@ -18,6 +18,7 @@ from shardwise.data.corpus import Corpus
 from shardwise.data.store import COMPLETE, build_once, digest
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
+from shardwise.model.added_tokens import add_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +84,17 @@ class TokenizerSource:
 def find_tokenizer(
     job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]
 ) -> TokenizerSource | None:
-    """The job's tokenizer, trained now where it has none. None for a corpus of token ids without a given one."""
+    """The job's tokenizer, trained now where it has none. None for a corpus of token ids without a given one.
+
+    One with the job's added tokens lies in the cache.
+    """
+    source = _given_or_trained(job, corpus, model_vocabulary, say)
+    return source if source is None or not job.data.added_tokens else _extended(job, source, say)
+
+
+def _given_or_trained(
+    job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]
+) -> TokenizerSource | None:
     if job.data.tokenizer is not None:
         return _source(Path(job.data.tokenizer), "data.tokenizer", trust_remote_code=False)
     model = job.model.path
@@ -164,6 +175,22 @@ def _source(directory: Path, key: str, trust_remote_code: bool) -> TokenizerSour
     if empty:
         raise DataError(f"{key}={str(directory)!r}: its {empty[0]} is empty; {source.remedy()}")
     return source
+
+
+def _extended(job: Job, source: TokenizerSource, say: Callable[[str], None]) -> TokenizerSource:
+    """Return a tokenizer with the job's added tokens behind those of `source`."""
+    tokens = job.data.added_tokens
+    key = digest(VERSION, source.identity, *tokens)
+    directory = cache_root(job.data.cache_directory) / "tokenizers" / key
+
+    def build(target: Path) -> None:
+        tokenizer = load_tokenizer(source)
+        size = add_tokens(tokenizer, tokens)
+        tokenizer.save_pretrained(str(target))
+        (target / COMPLETE).write_text(json.dumps({"tokenizer": str(source.directory), "vocabulary_size": size}))
+
+    build_once(directory, build, say)
+    return TokenizerSource(directory, key, source.trust_remote_code, source.key)
 
 
 def _trained(job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]) -> TokenizerSource:

@@ -515,6 +515,11 @@ class DataSection(Section):
         description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here.",
     )
     vocabulary_size: Positive = Field(default=4096, description="Vocabulary of a tokenizer trained here.")
+    added_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="Tokens that the tokenizer of `tokenizer` or of the model directory gets besides. A model with too "
+        "few embeddings for them gets more, drawn around the mean of its own as `resize_token_embeddings` does.",
+    )
     sequence_length: Positive = Field(default=256, description="Tokens in one sequence.")
     isolate_documents: bool = Field(
         default=False, description="No attention across the documents packed into one sequence."

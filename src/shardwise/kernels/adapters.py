@@ -68,22 +68,34 @@ class LowRankProduct:
         self.is_on = True
 
     def __call__(self, values: Tensor, product: Tensor, multiply: Multiply) -> Tensor:
-        """Return the adapted product [..., out] of `values` [..., in], whose own product is `product`; no bias.
+        """Return the adapted product [..., out] of `values` [..., in], whose own product is `product`.
 
-        `multiply` makes products of `values` themselves.
+        That may hold the bias, unless `scales_rows`. `multiply` makes products of `values` themselves.
         """
         if not self.is_on:
             return product
         layer, dropped = self.layer, self.layer.lora_dropout(values)
         if dropped is not values:
             multiply = F.linear
-        update = F.linear(multiply(dropped, layer.lora_A.weight), layer.lora_B.weight) * self.scaling
-        if not hasattr(layer, MAGNITUDE):
-            return product + update
-        # As peft has it: the part that goes through dropout is the difference to the layer's own product.
+        low = multiply(dropped, layer.lora_A.weight)
+        if not self.scales_rows:
+            return self._updated(product, low)
         length = (layer.lora_magnitude_vector.weight / self.row_lengths()).to(product.dtype)
-        base = product if dropped is values else F.linear(dropped, self._weight(dropped.dtype))
-        return product + (length - 1) * base + length * update
+        if dropped is values:
+            return length * self._updated(product, low)
+        # As peft has it: the part that goes through dropout is the difference to the layer's own product.
+        base = F.linear(dropped, self._weight(dropped.dtype))
+        return product - base + length * self._updated(base, low)
+
+    @property
+    def scales_rows(self) -> bool:
+        """True where the layer's own product is multiplied too (DoRA), so that its bias has to come afterwards."""
+        return hasattr(self.layer, MAGNITUDE)
+
+    def _updated(self, product: Tensor, low: Tensor) -> Tensor:
+        """Return product + scaling * low B^T in one operation: on a CPU each more pass costs as much as it."""
+        rows, up = product.reshape(-1, product.shape[-1]), self.layer.lora_B.weight
+        return torch.addmm(rows, low.reshape(-1, low.shape[-1]), up.T, alpha=self.scaling).view(product.shape)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         """The layer's weight, [out, in], in `dtype`."""

@@ -6,7 +6,7 @@ weight's can be taken later, where the rank would idle (Zero Bubble, arXiv 2401.
 computes the first in backward and notes the second, with the input and the output's gradient that it needs.
 
 A module that has `float8` (kernels/float8.py) multiplies so, whichever of these it is. One that has an `adapter`
-(kernels/adapters.py) adds its product, without bias, to its own. The weight of one that has a `packing`
+(kernels/adapters.py) adds its product to its own. The weight of one that has a `packing`
 (kernels/packed_weights.py) is in 4 or 8 bits.
 """
 
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.collectives.tensor import RegatheredActivations
-from shardwise.kernels.adapters import LowRankProduct
+from shardwise.kernels.adapters import LowRankProduct, Multiply
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.packed_weights import packed_product
 
@@ -53,10 +53,19 @@ def linear(module: Any, values: Tensor, transposed: bool = False, biased: bool =
     products are in float8; where `use_adapter` has, the adapter's are added.
     """
     bias = module.bias if biased else None
+    return _adapted(module, values, bias, lambda own_bias: _product(module, values, own_bias, transposed), F.linear)
+
+
+def _adapted(
+    module: Any, values: Tensor, bias: Tensor | None, own_product: Callable[[Tensor | None], Tensor], multiply: Multiply
+) -> Tensor:
+    """Return the layer's own product, which is given the bias that it adds, with that of its adapter if it has one."""
     adapter: LowRankProduct | None = getattr(module, "adapter", None)
     if adapter is None:
-        return _product(module, values, bias, transposed)
-    adapted = adapter(values, _product(module, values, None, transposed), F.linear)
+        return own_product(bias)
+    if not adapter.scales_rows:
+        return adapter(values, own_product(bias), multiply)
+    adapted = adapter(values, own_product(None), multiply)
     return adapted if bias is None else adapted + bias
 
 
@@ -92,11 +101,7 @@ def linear_of_parts(
         weight = module.weight.T if transposed else module.weight
         return multiply(whole, weight, bias, getattr(module, "float8", None))
 
-    adapter: LowRankProduct | None = getattr(module, "adapter", None)
-    if adapter is None:
-        return own_product(module.bias)
-    adapted = adapter(whole, own_product(None), multiply)
-    return adapted if module.bias is None else adapted + module.bias
+    return _adapted(module, whole, module.bias, own_product, multiply)
 
 
 def defer_weight_gradients(blocks: Iterable[nn.Module]) -> WeightGradients:

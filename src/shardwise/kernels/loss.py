@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 IGNORED = -100
+MOST_COUNTED = 15 / 16  # share of rows with a label from which all are computed
 
 
 class VocabularyShard(NamedTuple):
@@ -86,7 +87,7 @@ def linear_cross_entropy(
     """Return the summed cross-entropy (nats) of `hidden @ weight.T + bias`, without whole logits.
 
     Args:
-        hidden: [..., H] in the compute dtype.
+        hidden: [..., H] in the compute dtype; on a CPU those without a label are left out of the products.
         weight: [V, H] in the compute dtype; with `vocabulary` this rank's rows.
         bias: [V] or None; likewise.
         labels: [...] int64, -100 not counted.
@@ -100,8 +101,25 @@ def linear_cross_entropy(
     Returns:
         0-dim tensor, fp32 (fp64 for fp64 inputs), equal in the group.
     """
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunk, seed, vocabulary, terms, weights)
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    scales = None if weights is None else weights.reshape(-1)
+    counted = _counted_rows(targets)
+    if counted is not None:
+        rows, targets = rows.index_select(0, counted), targets[counted]
+        scales = None if scales is None else scales[counted]
+    total: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, targets, chunk, seed, vocabulary, terms, scales)
     return total
+
+
+def _counted_rows(targets: Tensor) -> Tensor | None:
+    """Return the rows with a counted label, where a copy of them saves more products than it costs; None: all.
+
+    On a GPU their number would have to be waited for.
+    """
+    if targets.device.type != "cpu":
+        return None
+    counted = (targets != IGNORED).nonzero().squeeze(1)
+    return counted if len(counted) < MOST_COUNTED * len(targets) else None
 
 
 @torch.no_grad()

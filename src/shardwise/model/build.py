@@ -43,6 +43,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection
+from shardwise.model.added_tokens import grow_vocabulary
 from shardwise.model.construct import (
     ConstructedModule,
     NotAModule,
@@ -99,7 +100,7 @@ def prepare_for_training(model: nn.Module) -> nn.Module:
 
 
 def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
-    """Return the Hugging Face config that the job names, with the job's dropout; not for `model.factory`.
+    """Return the config that the job names, with the job's dropout and added tokens; not for `model.factory`.
 
     `key` is what messages call the path of a config.
     """
@@ -121,6 +122,7 @@ def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
     if section.labels:
         config.id2label = dict(enumerate(section.labels))
         config.label2id = {label: number for number, label in enumerate(section.labels)}
+    grow_vocabulary(config, job)
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config

@@ -50,8 +50,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _loaded_values(job: Job) -> dict[str, Tensor]:
-    """Return what transformers loads from the job's directory, in fp64; not what it draws for want of values."""
-    section = job.model
+    """Return what transformers loads from the job's directory, in fp64; not what it draws for want of values.
+
+    Embeddings are those of the directory, without rows for added tokens.
+    """
+    section, job = job.model, job.model_copy(update={"data": job.data.model_copy(update={"added_tokens": []})})
     model, report = AUTO[section.task].from_pretrained(
         str(section.path), config=load_config(job), dtype=torch.float64, trust_remote_code=section.trust_remote_code,
         output_loading_info=True,

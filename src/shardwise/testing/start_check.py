@@ -18,6 +18,7 @@ from shardwise.testing.oracle_start import equal_but_for_rounding
 
 SIGMAS = 7.0  # of the difference of two samples of one distribution, by which they may be off
 FEWEST = 64  # elements from which a distribution can be told
+NEAR_MEAN = 1e-2  # deviations of the old rows by which one of an added token may differ from their mean
 CHANCE_OF_ZERO = 2.0**-20  # at most, of a normal draw in fp32, whose uniform numbers have 24 bits
 
 
@@ -115,6 +116,10 @@ def compare_known_start(
 
 
 def _is_known_value(ours: Tensor, known: Tensor, dtype: str) -> bool:
+    if known.dim() and ours.shape[1:] == known.shape[1:] and len(ours) > len(known):
+        ours, added = ours[: len(known)], ours[len(known) :].double()
+        if not bool(((added - known.mean(0)).abs() <= NEAR_MEAN * known.std(0)).all()):
+            return False
     return ours.shape == known.shape and equal_but_for_rounding(ours, known, getattr(torch, dtype))
 
 

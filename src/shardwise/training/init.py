@@ -23,6 +23,7 @@ from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.weight_files import WeightFile, open_weight_files
 from shardwise.errors import ModelError, require_type
 from shardwise.job.objects import user_code
+from shardwise.job.schema import Job
 from shardwise.kernels.adapters import AdapterWeight
 from shardwise.model.build import constructed_buffers
 from shardwise.model.facts import ModelFacts
@@ -48,9 +49,8 @@ def initialize(model: ParallelModel, seed: int, given: Collection[str] = ()) -> 
         for part in model.parts:
             for names in _units(part, model.facts):
                 _draw(model, part.module, names, seed, given)
-        path = model.plan.job.model.path
-        if path is not None:
-            read_hugging_face(model, path)
+        if model.plan.job.model.path is not None:
+            read_hugging_face(model)
         if model.facts.has_config:
             _fill_blank_buffers(model, seed, given)
     start_adapters(model)
@@ -95,15 +95,16 @@ def _of_other_stages(model: ParallelModel, buffers: Mapping[str, Tensor]) -> dic
     return {name: buffer.dtype for name, buffer in buffers.items() if name.rpartition(".")[0] in absent}
 
 
-def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[HuggingFaceWeights, dict[str, str]]:
-    """Return the files of a Hugging Face directory, and the names in them of parameters and of the buffers they hold.
+def match_weights(module: nn.Module, facts: ModelFacts, job: Job) -> tuple[HuggingFaceWeights, dict[str, str]]:
+    """Return the files of the job's `model.path`, and the names in them of parameters and of the buffers they hold.
 
-    Reads no tensor, but for names of one parameter that are stored several times.
+    Embeddings that the job's added tokens need have rows behind those of the files. Reads no tensor, but for names of
+    one parameter that are stored several times.
 
     Raises:
         ModelError: the directory, one of its files, a tensor or a shape is missing or wrong.
     """
-    weights = HuggingFaceWeights(path)
+    weights = HuggingFaceWeights(str(job.model.path))
     prefix = getattr(module, "base_model_prefix", "")
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
     heads = {name: shape for name, shape in facts.base_shapes.items() if _is_of_head(name, prefix, facts)}
@@ -114,6 +115,8 @@ def match_weights(module: nn.Module, facts: ModelFacts, path: str) -> tuple[Hugg
         ties=facts.ties,
         model=module,
     )
+    if job.data.added_tokens:
+        weights.grow(names, facts.base_shapes | buffers, facts.vocabulary_size, job.training.seed)
     weights.check_shapes(names, facts.base_shapes | buffers)
     return weights, names
 
@@ -123,9 +126,9 @@ def _is_of_head(name: str, prefix: str, facts: ModelFacts) -> bool:
     return facts.classifies and (not name.startswith(f"{prefix}.") or ".pooler." in name)
 
 
-def read_hugging_face(model: ParallelModel, path: str) -> None:
-    """Read this rank's slices of a Hugging Face directory's weights, and the buffers whole."""
-    weights, names = match_weights(model.module, model.facts, path)
+def read_hugging_face(model: ParallelModel) -> None:
+    """Read this rank's slices of the weights in the job's `model.path`, and the buffers whole."""
+    weights, names = match_weights(model.module, model.facts, model.plan.job)
     for entry in [entry for entry in model.tensor_map if entry.name in names and entry.name in model.facts.base_shapes]:
         entry.fill(partial(weights.read, names[entry.name]))
     for name, buffer in persistent_buffers(model.module):  # such as DeepSeek's routing bias

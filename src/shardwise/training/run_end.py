@@ -52,10 +52,10 @@ class ModelExport(Callback):
         """Write the model with its tokenizer, and the chat template that it was trained with."""
         self._is_written = True
         output = Path(session.job.output)
+        tokenizer = self._assembled.data.tokenizer_directory
         if self._assembled.facts.adapters:
-            export_adapter(session.model, output / ADAPTER_DIRECTORY)
+            export_adapter(session.model, output / ADAPTER_DIRECTORY, tokenizer)
         if writes_model(self._assembled):
-            tokenizer = self._assembled.data.tokenizer_directory
             export_hugging_face(session.model, output / MODEL_DIRECTORY, tokenizer, session.note)
         if session.rank == 0 and (output / MODEL_DIRECTORY).is_dir():
             with writing(output):

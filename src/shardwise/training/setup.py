@@ -127,7 +127,7 @@ def study(job: Job) -> ModelFacts:
     if job.parallel.pipeline_parallel_degree > 1:
         facts = cut_by_trace(model, facts, job.data.sequence_length, example)
     if job.model.path is not None:
-        weights, names = match_weights(model, facts, job.model.path)
+        weights, names = match_weights(model, facts, job)
         if job.model.dtype == "file":
             facts = with_file_dtypes(facts, lambda name: weights.dtype(names[name]))
     if job.model.weights is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.job.schema import ROW_FORMATS
+from shardwise.model.added_tokens import frozen_embeddings
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
@@ -14,7 +15,7 @@ TRAINABLE_PARTS = {  # of the rows of each format
     "prompt_completion": ("auto", "completion", "all"),
     "preference": ("auto", "completion"),
 }
-TEXT_KEYS = ("tokenizer", "vocabulary_size", "field", "isolate_documents", "max_documents")
+TEXT_KEYS = ("tokenizer", "vocabulary_size", "added_tokens", "field", "isolate_documents", "max_documents")
 
 
 def data_from_factory(d: Draft) -> bool:
@@ -26,6 +27,16 @@ def _window_is_shorter(d: Draft) -> bool:
     """Return whether a mask that transformers takes for its own would lose the model's sliding window."""
     length = d.data.sequence_length
     return not d.uses_kernels and (d.facts.sliding_window or length) < length
+
+
+def _thaw(d: Draft) -> str:
+    """Return the way to train the embeddings of a job that freezes them."""
+    if not d.facts.adapters:
+        return "leave them out of model.freeze"
+    if any(name in group for name in frozen_embeddings(d.facts) for group in d.facts.ties):
+        return "use adapter.kind none: they are tied to the head, and an adapter saves no tied module"
+    modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in frozen_embeddings(d.facts)})
+    return f"set adapter.modules_to_save to {[*d.adapter.modules_to_save, *modules]}"
 
 
 # fmt: off
@@ -56,6 +67,15 @@ RULES: tuple[Rule, ...] = (
           lambda d: d.data.tokenizer is not None, "leave one of them out"),
     idle("vocabulary-size-tokens", "data.vocabulary_size", "data.format tokens trains no tokenizer",
           lambda d: d.data.format == "tokens", "leave it out; the model's vocabulary is in model.config"),
+    idle("added-tokens", "data.added_tokens", "a tokenizer that is trained here holds what the text has",
+         lambda d: d.data.tokenizer is None and d.model.path is None, "set data.tokenizer or model.path"),
+    Rule("added-tokens-frozen", ("data.added_tokens", "adapter.modules_to_save", "model.freeze"),
+         "embeddings of added tokens have to be trained: they start as the mean of all",
+         lambda d: d.data.added_tokens and frozen_embeddings(d.facts),
+         fix="name the embeddings in adapter.modules_to_save, or leave them out of model.freeze",
+         because=lambda d: f"{frozen_embeddings(d.facts)[0]} is frozen, and its rows of added tokens would stay what "
+         "they start as, the mean of all",
+         use=_thaw),
     idle("mask-probability", "data.mask_probability", "model.task causal_lm masks no tokens",
           lambda d: d.model.task == "causal_lm", "use model.task masked_lm or seq2seq_lm, or leave it out"),
     idle("mean-span-length", "data.mean_span_length", "only model.task seq2seq_lm leaves out spans",

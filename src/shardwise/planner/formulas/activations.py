@@ -167,7 +167,7 @@ def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch)
 def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMicrobatch) -> list[ModuleMemory]:
     """Return the modules of a block that is trained in part: inputs that no trained layer reads are not kept.
 
-    Adapters keep what lies between their factors besides, and DoRA the product of the layer and its own. Those of
+    Adapters keep what lies between their factors besides, and DoRA the product that row lengths multiply. Those of
     experts keep the changed stacks, which get a gradient. One packed weight at a time is unpacked.
     """
     if not facts.frozen or not facts.blocks:
@@ -182,7 +182,7 @@ def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMi
     }
     kept = [piece if read.get(piece.name, True) else replace(piece, saved=0.0) for piece in pieces]
     adapters = [facts.adapters[name] for name in layers if name in facts.adapters]
-    features = sum(one.rank + (2 * one.outputs / shape.tensor if one.has_magnitude else 0) for one in adapters)
+    features = sum(one.rank + (one.outputs / shape.tensor if one.has_magnitude else 0) for one in adapters)
     changed = shape.bytes * _changed_stacks(facts, shape)
     unpacked = max((math.prod(layers[name]) for name in layers if f"{name}.weight" in facts.packed), default=0)
     working = changed + shape.bytes * unpacked / shape.tensor

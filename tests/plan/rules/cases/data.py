@@ -7,6 +7,8 @@ from dataclasses import replace
 from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, FLAT, SPANS, case
 
 CHAT = {"format": "chat", "path": "p"}
+ADDED = {"data": {"added_tokens": ["<a>"]}}
+ROWS = replace(FACTS, vocabulary_size=10, parameter_shapes={"embed_in.weight": (10, 12), "norm.weight": (12,)})
 
 CASES = {
     "one-corpus": case({"data": {"path": "p", "factory": "a:b"}}, {"data": {"factory": "a:b"}}, "keep one"),
@@ -45,6 +47,22 @@ CASES = {
         {"data": {"path": "p", "format": "tokens", "vocabulary_size": 512}},
         {"data": {"path": "p", "format": "tokens"}},
         "trains no tokenizer",
+    ),
+    "data-factory-added-tokens": case(
+        {"data": {"factory": "a:b", "added_tokens": ["<a>"]}},
+        {"data": {"tokenizer": "t", "added_tokens": ["<a>"]}},
+        "returns tensors",
+    ),
+    "added-tokens": case(
+        {"data": {"added_tokens": ["<a>"]}}, {"data": {"added_tokens": ["<a>"], "tokenizer": "t"}}, "set data.tokenizer"
+    ),
+    "added-tokens-frozen": case(
+        {**ADDED, "model": {"path": "m", "freeze": ["embed_in"]}},
+        {**ADDED, "model": {"path": "m"}},
+        "leave them out of model.freeze",
+        CPU4,
+        replace(ROWS, frozen=frozenset({"embed_in.weight"})),
+        ROWS,
     ),
     "mean-span-length": case({"data": {"mean_span_length": 2.0}}, SPANS, "only model.task seq2seq_lm"),
     "spans": case({**SPANS, "data": {"sequence_length": 1}}, {**SPANS, "data": {"sequence_length": 2}}, "at least 2"),
