@@ -42,9 +42,9 @@ def drawn(model_type: str, absent: Collection[str] = ()) -> Any:
     module = build_model(job).double()
     materialize(module, torch.device("cpu"), torch.device("cpu"))
     with torch.no_grad():
-        for name, inner in reversed([*module.named_modules()]):
+        for name in reversed([name for name, _ in module.named_modules()]):
             if name not in absent:
-                run_initializer(module, inner)
+                run_initializer(module, name)
     part = SimpleNamespace(module=module, boundary=SimpleNamespace(absent=frozenset(absent)))
     return SimpleNamespace(parts=[part], plan=SimpleNamespace(job=job), device=torch.device("cpu"), module=module)
 

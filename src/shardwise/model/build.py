@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -330,8 +330,28 @@ def constructed_buffers(job: Job, initialized: Mapping[str, torch.dtype]) -> dic
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_buffer(name).to(dtype))
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in initialized):
-        run_initializer(model, model.get_submodule(owner))
+        run_initializer(model, owner)
     return dict(model.named_buffers())
+
+
+def constructed_parameters(job: Job, names: Collection[str]) -> dict[str, Tensor]:
+    """Return parameters of a Hugging Face model as transformers makes them, whole, on the CPU, in fp32.
+
+    All others stay without memory. Memory that a constructor leaves uninitialized holds NaN.
+
+    Args:
+        names: of the parameters; those of ties by their first name.
+    """
+    order: dict[int, int] = {}  # id of a parameter -> its number
+    config, section = load_config(job), job.model
+    known = _from_config(config, section, partial(_with_real_buffers, registered=partial(_note_order, order)))
+    numbers = {order[id(parameter)] for name, parameter in known.named_parameters() if name in names}
+    model = _from_config(config, section, partial(_with_real_buffers, real=numbers))
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
+
+
+def _note_order(order: dict[int, int], given: Tensor, parameter: nn.Parameter) -> None:
+    order.setdefault(id(parameter), len(order))
 
 
 @contextmanager
@@ -341,9 +361,13 @@ def _on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def _with_real_buffers() -> Iterator[None]:
-    """Inside, constructors make values of buffers alone; torch fills uninitialized memory with NaN."""
-    with uninitialized_is_nan(), parameters_on_meta():
+def _with_real_buffers(**parameters: Any) -> Iterator[None]:
+    """Inside, constructors make values of buffers alone; torch fills uninitialized memory with NaN.
+
+    Args:
+        parameters: as of `parameters_on_meta`.
+    """
+    with uninitialized_is_nan(), parameters_on_meta(**parameters):
         yield
 
 
@@ -356,14 +380,20 @@ def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
                 "set it (T5's is its pad_token_id)"
             )
         is_decoder = type(config) not in MODEL_FOR_MASKED_LM_MAPPING
-        if section.task == "sequence_classification" and is_decoder and config.pad_token_id is None:
+        padding = getattr(config.get_text_config(), "pad_token_id", None)
+        if section.task == "sequence_classification" and is_decoder and padding is None:
             raise ModelError(
                 f"the config of {config.model_type!r} has no pad_token_id, by which the last token of a sample is "
                 "found; set it to the token with which the samples are padded"
             )
         return
     tasks = [task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping]
-    fix = f"use model.task={tasks[0]!r}" if tasks else "transformers has none of this type with a head"
+    fix = (
+        f"use model.task={' or '.join(map(repr, tasks))}"
+        if tasks
+        else f"it has none of those that there are ({', '.join(HEADS)}); a model of another task comes from a function "
+        "that model.factory names"
+    )
     raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
 
 

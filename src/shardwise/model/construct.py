@@ -15,9 +15,10 @@ A constructor that does not run without values is run with them on every rank.
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -30,7 +31,7 @@ from transformers import PreTrainedModel
 
 from shardwise._torch_compat.autograd import share_gradient_hooks
 from shardwise._torch_compat.tracing import TorchDispatchMode
-from shardwise._torch_compat.writes import storage_key, written_tensors
+from shardwise._torch_compat.writes import SkippedFills, storage_key, written_tensors
 from shardwise.errors import ModelError
 from shardwise.model.initializers import MODEL_INITIALIZER, MODULE_INITIALIZERS, run_initializer
 from shardwise.model.parameter_kinds import DECLARED_CLASS
@@ -73,7 +74,7 @@ def construct(factory: Factory) -> ConstructedModule:
     """
     writes = ConstructorWrites()
     try:
-        with uninitialized_is_nan(), parameters_on_meta(writes.register), writes:
+        with uninitialized_is_nan(), parameters_on_meta(writes.register), SkippedFills(writes.note_write), writes:
             module = factory()
     except Exception:  # it may read values, which are not there
         return _with_values(factory)
@@ -143,21 +144,25 @@ def uninitialized_is_nan() -> Iterator[None]:
 
 
 @contextmanager
-def parameters_on_meta(registered: Callable[[Tensor, nn.Parameter], None] | None = None) -> Iterator[None]:
+def parameters_on_meta(
+    registered: Callable[[Tensor, nn.Parameter], None] | None = None, real: Collection[int] = ()
+) -> Iterator[None]:
     """Inside, each parameter that a module registers moves to the meta device at once; buffers stay real.
 
     A parameter registered under several names stays one parameter.
 
     Args:
         registered: told of each parameter as it was given, and of the one that the module has.
+        real: numbers of parameters that stay as they are, in the order in which they are first registered.
     """
     original = nn.Module.register_parameter
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    numbers = itertools.count()
 
     def to_meta(parameter: nn.Parameter) -> nn.Parameter:
         source, meta = moved.get(id(parameter), (None, None))
         if meta is None or source is None or source() is not parameter:  # an id may be reused after its owner died
-            meta = meta_parameter(parameter)
+            meta = parameter if next(numbers) in real else meta_parameter(parameter)
             moved[id(parameter)] = (weakref.ref(parameter), meta)
         return meta
 
@@ -208,8 +213,9 @@ class ConstructorWrites(TorchDispatchMode):
         if key in self.sources:
             return  # under another name
         value = given.detach()
-        has_values = not value.is_meta and not _is_unset(value)
-        self._add(parameter, _ParameterSource(value if has_values else None, is_known=not value.is_meta))
+        is_real = value.device.type != "meta"
+        has_values = is_real and not _is_unset(value)
+        self._add(parameter, _ParameterSource(value if has_values else None, is_known=is_real))
 
     def _add(self, tensor: Tensor, source: _ParameterSource) -> None:
         self.sources[storage_key(tensor)] = source
@@ -222,16 +228,21 @@ class ConstructorWrites(TorchDispatchMode):
             self.has_failed = True
             raise
         for tensor in written_tensors(func, args, kwargs or {}):
-            source = self.sources.get(storage_key(tensor)) if tensor.is_meta else None
-            if source is not None:
-                source.initializer = running_initializer(sys._getframe(1), tensor)
-                source.is_known = source.initializer is not None
-                source.value = None
-        if func is torch.ops.aten.clone.default and args[0].is_meta:  # a copied module's parameters are made like this
+            self.note_write(tensor)
+        is_cloned = func is torch.ops.aten.clone.default and args[0].device.type == "meta"
+        if is_cloned:  # a copied module's parameters are made like this
             cloned = self.sources.get(storage_key(args[0]))
             if cloned is not None:
                 self._add(result, replace(cloned))
         return result
+
+    def note_write(self, tensor: Tensor) -> None:
+        """Note that code which runs writes a tensor, if that is a parameter on the meta device."""
+        source = self.sources.get(storage_key(tensor)) if tensor.device.type == "meta" else None
+        if source is not None:
+            source.initializer = running_initializer(sys._getframe(1), tensor)
+            source.is_known = source.initializer is not None
+            source.value = None
 
     def values_of(self, module: nn.Module) -> tuple[dict[str, Tensor], bool]:
         """Return the values with which parameters of `module` were registered, and whether all others are drawn."""
@@ -259,7 +270,8 @@ def running_initializer(frame: FrameType | None, tensor: Tensor) -> tuple[nn.Mod
             return module, name
         if isinstance(module, nn.Module) and name in MODULE_INITIALIZERS:
             key = storage_key(tensor)
-            owns = any(storage_key(parameter) == key for parameter in module.parameters() if parameter.is_meta)
+            on_meta = (parameter for parameter in module.parameters() if parameter.device.type == "meta")
+            owns = any(storage_key(parameter) == key for parameter in on_meta)
             return (module, name) if owns else None
         frame = frame.f_back
     return None
@@ -279,10 +291,10 @@ def _writers_when_run_again(module: nn.Module) -> dict[str, tuple[type, str]]:
     for parameter in copied.parameters():
         if not is_lazy(parameter):
             writes.register(parameter, parameter)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), writes:
-        for part in reversed(list(copied.modules())):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), SkippedFills(writes.note_write), writes:
+        for name in reversed([name for name, _ in copied.named_modules()]):
             with suppress(Exception):
-                run_initializer(copied, part)
+                run_initializer(copied, name)
     known = {name: tensor for name, tensor in copied.named_parameters() if not is_lazy(tensor)}
     sources = {name: writes.sources.get(storage_key(tensor)) for name, tensor in known.items()}
     writers = {name: source.initializer for name, source in sources.items() if source is not None}

@@ -33,8 +33,9 @@ from shardwise.model.gradient_hooks import (
     find_gradient_hooks,
     whole_gradient_hooks,
 )
-from shardwise.model.initializers import parents_that_initialize
+from shardwise.model.initializers import parents_that_initialize, unfilled_parameters
 from shardwise.model.layer_configs import largest_value
+from shardwise.model.modules import input_embeddings
 from shardwise.model.packed_weights import with_packed_base
 from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.parameter_patterns import with_frozen
@@ -102,6 +103,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         adapters={},
         **_experts(model, config),
         ties=ties,
+        tie_sources=find_tie_sources(model, ties),
         layers=forward.block_calls or _number(config, LAYERS) or len(blocks),
         **_sizes(model, config, blocks, forward),
         buffers=tuple(name for name, _ in model.named_buffers()),
@@ -122,6 +124,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         accumulate_grad_hooks=find_accumulate_grad_hooks(model),
         definition=definition_of(model),
         parent_initialized=parents,
+        constructed=unfilled_parameters(model) if isinstance(model, PreTrainedModel) and not job.model.factory else (),
         parameter_kinds=find_parameter_kinds(model),
         **({} if is_pretrained else _writes(forward)),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
@@ -396,6 +399,15 @@ def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def find_tie_sources(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> dict[str, str]:
+    """Return first name of a tie -> the name whose tensor the others are set to; those where it is another name."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    targets = set(model.all_tied_weights_keys)
+    sources = {group[0]: [name for name in group if name not in targets] for group in ties}
+    return {first: names[0] for first, names in sources.items() if len(names) == 1 and names[0] != first}
+
+
 def _embedding_parameters(model: nn.Module, ties: tuple[tuple[str, ...], ...], forward: ForwardProbe) -> int:
     """Return how many elements are only looked up: owned by embeddings alone, and read by no matrix product."""
     owners: dict[str, list[nn.Module]] = {}
@@ -501,7 +513,7 @@ def _max_positions(model: nn.Module, config: Any) -> int | None:
     positions = _number(config, POSITIONS)
     if positions is None:
         return None
-    words = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    words = input_embeddings(model) if isinstance(model, PreTrainedModel) else None
     tables = [module for module in _embeddings(model) if module.num_embeddings == positions and module is not words]
     padding = [module.padding_idx for module in tables if module.padding_idx is not None]
     return positions - padding[0] - 1 if padding else positions

@@ -186,6 +186,7 @@ class ModelFacts:
     experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
     experts_grouped: bool = False  # some are computed by grouped products (grouped_mm)
     ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
+    tie_sources: dict[str, str] = field(default_factory=dict)  # first name of a tie -> that whose initializer counts
     hidden_size: int = 0
     layers: int = 0
     attention_heads: int = 0
@@ -217,6 +218,7 @@ class ModelFacts:
     accumulate_grad_hooks: tuple[str, ...] = ()  # parameters with hooks for when a gradient is accumulated
     definition: str = ""  # the class of a user's module, with its file and line
     parent_initialized: dict[str, tuple[str, ...]] = field(default_factory=dict)  # module -> others' that it fills
+    constructed: tuple[str, ...] = ()  # parameters of transformers' models whose constructors give them their values
     outside_reads: tuple[str, ...] = ()  # parameters of a user's module that are read while their owner does not run
     parameter_kinds: ParameterKinds = NO_KINDS  # parameters and embeddings that some layouts refuse
     writing_blocks: tuple[str, ...] = ()  # blocks of a user's module that write a tensor that they are given

@@ -1,7 +1,8 @@
 """Runs the initializers that modules have, and tells which of them fill parameters of modules below them.
 
-transformers' models have `_init_weights(module)`, torch's modules `reset_parameters()`. Modules of one's own have
-either, or both: what `_init_weights` of the outermost module does comes after the module's own.
+transformers' models have `_init_weights(module)`, of which the nearest model's counts: the module itself, or the
+innermost that it lies in. Torch's modules have `reset_parameters()`. Modules of one's own have either, or both: what
+`_init_weights` of the outermost module does comes after the module's own.
 """
 
 from __future__ import annotations
@@ -13,29 +14,45 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached, is_parametrized
 from transformers import PreTrainedModel
 
 from shardwise._torch_compat.tracing import TorchDispatchMode
-from shardwise._torch_compat.writes import storage_key, written_tensors
+from shardwise._torch_compat.writes import SkippedFills, storage_key, written_tensors
 from shardwise.errors import ModelError
 
 MODEL_INITIALIZER = "_init_weights"
+# Operators whose result does not follow from what the tensor held.
+FILLS = {
+    torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_,
+    torch.ops.aten.exponential_, torch.ops.aten.log_normal_, torch.ops.aten.bernoulli_, torch.ops.aten.random_,
+}  # fmt: skip
 MODULE_INITIALIZERS = ("reset_parameters", "_reset_parameters")  # the second is torch's, in `nn.MultiheadAttention`
 
 
-def run_initializer(model: nn.Module, module: nn.Module) -> None:
-    """Run what fills `module`: the model's own `_init_weights`, of a user's module after its `reset_parameters`."""
-    init_weights = getattr(model, MODEL_INITIALIZER, None)
-    if not callable(init_weights) or not isinstance(model, PreTrainedModel):
+def run_initializer(model: nn.Module, name: str) -> None:
+    """Run what fills the module `name` of `model`; of a user's module its `reset_parameters`, then `_init_weights`."""
+    module = model.get_submodule(name)
+    if not isinstance(model, PreTrainedModel) or not callable(getattr(model, MODEL_INITIALIZER, None)):
         reset = _reset_of(module)
         if reset is not None and is_parametrized(module):
             _reset_parametrized(module, reset)
         elif reset is not None:
             reset()
+    init_weights = getattr(_initializing_model(model, name), MODEL_INITIALIZER, None)
     if callable(init_weights):
         init_weights(module)
+
+
+def _initializing_model(model: nn.Module, name: str) -> nn.Module:
+    """Return the model whose initializer fills the module `name`: of transformers' the innermost around it."""
+    nearest = module = model
+    if isinstance(model, PreTrainedModel):
+        for part in name.split(".") if name else ():
+            module = getattr(module, part)
+            nearest = module if isinstance(module, PreTrainedModel) else nearest
+    return nearest
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
@@ -67,15 +84,53 @@ def _reset_parametrized(module: nn.Module, reset: Callable[[], None]) -> None:
 
 
 class _Writes(TorchDispatchMode):
-    """The storages into which operators write."""
+    """The storages into which operators write.
+
+    Attributes:
+        filled: those that were written whole, with what does not follow from their values before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: set[int] = set()
+        self.filled: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.storages |= {storage_key(tensor) for tensor in written_tensors(func, args, kwargs or {})}
+        written = list(written_tensors(func, args, kwargs or {}))
+        self.storages |= {storage_key(tensor) for tensor in written}
+        if func.overloadpacket in FILLS:
+            self.filled |= {storage_key(tensor) for tensor in written if _is_whole(tensor)}
         return func(*args, **(kwargs or {}))
+
+    def fill(self, tensor: Tensor) -> None:
+        """Note that a tensor is filled."""
+        self.storages.add(storage_key(tensor))
+        self.filled.add(storage_key(tensor))
+
+    def watch(self, model: nn.Module, name: str) -> None:
+        """Run the initializer of the module `name`; where it raises, as some do on the meta device, it ends there."""
+        unseen = torch.random.fork_rng(devices=[])
+        with contextlib.suppress(Exception), torch.no_grad(), unseen, SkippedFills(self.fill), self:
+            run_initializer(model, name)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def unfilled_parameters(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the parameters of a transformers model on the meta device that no initializer fills whole.
+
+    Their values are those of their constructors, or these changed by an initializer.
+    """
+    targets = set(model.all_tied_weights_keys)  # set to other parameters when all are filled
+    filled: set[int] = set()
+    for name, module in model.named_modules():
+        writes = _Writes()
+        writes.watch(model, name)
+        own = module.named_parameters(prefix=name, recurse=False, remove_duplicate=False)
+        filled |= writes.filled - {storage_key(parameter) for key, parameter in own if key in targets}
+    return tuple(name for name, parameter in model.named_parameters() if storage_key(parameter) not in filled)
 
 
 def parents_that_initialize(model: nn.Module, blocks: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -94,7 +149,7 @@ def parents_that_initialize(model: nn.Module, blocks: Collection[str]) -> dict[s
         if name in blocks or name.startswith(inside) or not any(True for _ in module.children()):
             continue
         own = {storage_key(parameter) for parameter in module.parameters(recurse=False)}
-        written = _written_by_initializer(tried, module) - own
+        written = _written_by_initializer(tried, name) - own
         others = [alias for key in names if key in written for alias in names[key]]
         if others:
             initializers[name] = tuple(others)
@@ -111,9 +166,8 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _written_by_initializer(model: nn.Module, module: nn.Module) -> set[int]:
-    """Return the storages that the initializer of `module` writes."""
+def _written_by_initializer(model: nn.Module, name: str) -> set[int]:
+    """Return the storages that the initializer of the module `name` writes."""
     writes = _Writes()
-    with contextlib.suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]), writes:
-        run_initializer(model, module)
+    writes.watch(model, name)
     return writes.storages

@@ -1,8 +1,9 @@
-"""Modules changed in place, by torch's public ways."""
+"""Modules changed in place, by torch's public ways, and found where not every model of transformers can say."""
 
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def empty_module(module: nn.Module) -> None:
@@ -14,3 +15,11 @@ def empty_module(module: nn.Module) -> None:
     buffers = list(module.named_buffers(recurse=False, remove_duplicate=False))
     for name, _ in (*parameters, *buffers):
         delattr(module, name)
+
+
+def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """Return the module that embeds the tokens of a transformers model; None where its class does not say which."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # CANINE hashes characters, xLSTM's head names another attribute
+        return None

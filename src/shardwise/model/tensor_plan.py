@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.experts import is_routed
 from shardwise.model.family import Family, SplitRules
+from shardwise.model.modules import input_embeddings
 from shardwise.model.registry import family_of, known_families
 from shardwise.model.split_rules import COLUMN, ROW
 from shardwise.model.tensor_split import EXPERTS, TensorSplit
@@ -88,9 +89,10 @@ def vocabulary_parameters(model: Any, head: str | None) -> tuple[str, ...]:
     """Return the parameters of input embeddings and head whose rows ranks can share; none where one is not plain."""
     if head is None or not isinstance(model, PreTrainedModel):
         return ()
-    table, projection = model.get_input_embeddings(), model.get_submodule(head)
-    plain = type(table) is nn.Embedding and type(projection) is nn.Linear and table.max_norm is None
-    if not plain or table.weight.shape != projection.weight.shape:
+    table, projection = input_embeddings(model), model.get_submodule(head)
+    if type(table) is not nn.Embedding or type(projection) is not nn.Linear or table.max_norm is not None:
+        return ()
+    if table.weight.shape != projection.weight.shape:
         return ()
     wanted = {id(parameter) for parameter in (*table.parameters(), *projection.parameters())}
     return tuple(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
@@ -147,7 +149,7 @@ def _published(model: PreTrainedModel) -> dict[str, str]:
     The parameters of stacked experts are left out too, since a split of the experts says how those are cut.
     """
     plan: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
-    table = model.get_input_embeddings()
+    table = input_embeddings(model)
     experts = [rule for rule, style in plan.items() if PUBLISHED.get(style) == TensorSplit("experts")]
     of_stacks = {(f"{rule}.{leaf}", style) for rule in experts for leaf, style in STACKED.items()}
     return {

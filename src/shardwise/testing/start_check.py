@@ -19,6 +19,7 @@ from shardwise.testing.oracle_start import equal_but_for_rounding
 SIGMAS = 7.0  # of the difference of two samples of one distribution, by which they may be off
 FEWEST = 64  # elements from which a distribution can be told
 NEAR_MEAN = 1e-2  # deviations of the old rows by which one of an added token may differ from their mean
+PAIR = 2  # normal draws come in pairs that share a factor (Box and Muller, 1958), which may be zero
 CHANCE_OF_ZERO = 2.0**-20  # at most, of a normal draw in fp32, whose uniform numbers have 24 bits
 
 
@@ -142,7 +143,7 @@ def unlike(ours: Distribution, plain: Distribution) -> str:
     error = abs(math.log(ours.deviation / plain.deviation))
     apart = abs(ours.mean - plain.mean)
     allowed = SIGMAS * math.sqrt((ours.deviation**2 + plain.deviation**2) / plain.elements)
-    has_other_zeros = abs(ours.zeros - plain.zeros) > plain.elements * CHANCE_OF_ZERO
+    has_other_zeros = abs(ours.zeros - plain.zeros) > max(PAIR, plain.elements * CHANCE_OF_ZERO)
     if error > SIGMAS * math.sqrt(ours.spread + plain.spread) + 1e-3 or apart > allowed or has_other_zeros:
         return f"{_described(ours)} here, {_described(plain)} there"
     return ""

@@ -25,7 +25,7 @@ from shardwise.errors import ModelError, require_type
 from shardwise.job.objects import user_code
 from shardwise.job.schema import Job
 from shardwise.kernels.adapters import AdapterWeight
-from shardwise.model.build import constructed_buffers
+from shardwise.model.build import constructed_buffers, constructed_parameters
 from shardwise.model.facts import ModelFacts
 from shardwise.model.initializers import run_initializer
 from shardwise.parallel.model import ModelPart, ParallelModel
@@ -46,14 +46,30 @@ def initialize(model: ParallelModel, seed: int, given: Collection[str] = ()) -> 
     """
     require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
     with torch.no_grad():
+        constructed = _constructed(model, seed, given)
         for part in model.parts:
             for names in _units(part, model.facts):
-                _draw(model, part.module, names, seed, given)
+                _draw(model, part.module, names, seed, given, constructed)
         if model.plan.job.model.path is not None:
             read_hugging_face(model)
         if model.facts.has_config:
             _fill_blank_buffers(model, seed, given)
     start_adapters(model)
+
+
+def _constructed(model: ParallelModel, seed: int, given: Collection[str]) -> dict[str, Tensor]:
+    """Return the parameters that only transformers' constructors fill, whole and equal on all ranks.
+
+    Each rank holds all of them until it has its slices. With a directory they are those that its files may lack.
+    """
+    names = [name for name in model.facts.constructed if name not in given]
+    if model.plan.job.model.path is not None:
+        prefix = getattr(model.module, "base_model_prefix", "")
+        names = [name for name in names if _is_of_head(name, prefix, model.facts)]
+    if not names:
+        return {}
+    with seeded(seed, "constructed", torch.device("cpu")):
+        return constructed_parameters(model.plan.job, names)
 
 
 def draw_adapters(model: ParallelModel, seed: int) -> None:
@@ -62,7 +78,7 @@ def draw_adapters(model: ParallelModel, seed: int) -> None:
         for part in model.parts:
             for owner, module in part.module.named_modules():
                 if isinstance(module, AdapterWeight):
-                    _draw(model, part.module, [owner], seed, ())
+                    _draw(model, part.module, [owner], seed, (), {})
     start_adapters(model)
 
 
@@ -194,25 +210,34 @@ def _unit_of(name: str, whole: Collection[str]) -> str:
     return next((prefix for prefix in prefixes if prefix in whole), name)
 
 
-def _draw(model: ParallelModel, root: nn.Module, names: Sequence[str], seed: int, given: Collection[str]) -> None:
+def _draw(
+    model: ParallelModel,
+    root: nn.Module,
+    names: Sequence[str],
+    seed: int,
+    given: Collection[str],
+    constructed: Mapping[str, Tensor],
+) -> None:
     owners = [(name, root.get_submodule(name)) for name in names]
     owned = _owned(model, root, names)
     if not owned and not any(True for _, module in owners for _ in module.buffers(recurse=False)):
         return  # an initializer that fills nothing may still reach for modules that are on other stages
     with _whole_parameters(model, owned) as wholes:
-        unset = {key: whole for key, whole in wholes.items() if not whole.is_meta}
-        for owner, module in reversed(owners):  # children first: a parent's initializer overrides theirs
-            with seeded(seed, owner, model.device):
+        for name, module in reversed(owners):  # children first: a parent's initializer overrides theirs
+            with seeded(seed, name, model.device):
                 if isinstance(module, AdapterWeight):
                     module.reset_parameters()  # the model knows nothing of it
                 else:
                     with _users_initializer(model, module):
-                        run_initializer(root, module)
-        for key, whole in unset.items():
+                        run_initializer(root, name)
+        for key, whole in wholes.items():
+            if key in constructed:
+                whole.copy_(constructed[key])
             is_given = key in given or model.plan.job.model.path is not None  # else in the directory's files
             if _has_unset(whole) and not is_given:
+                owner, _ = owned[model.facts.tie_sources.get(key, key)]
                 raise ModelError(
-                    f"parameter {key!r} of {type(owned[key][0]).__name__} has no values: its module's constructor "
+                    f"parameter {key!r} of {type(owner).__name__} has no values: its module's constructor "
                     "leaves it uninitialized; fill it there, or in a reset_parameters() method of the module"
                 )
             if key in model.tensor_map.names:
@@ -249,24 +274,29 @@ def _owned(model: ParallelModel, root: nn.Module, names: Sequence[str]) -> dict[
 def _whole_parameters(
     model: ParallelModel, owned: dict[str, tuple[nn.Module, str]]
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Put whole tensors, filled with NaN, in the place of `owned`.
+    """Put whole tensors, filled with NaN, in the place of `owned`; yield them by the first name of each.
 
-    The second name of a tied one is the same tensor where the first is among them too, and else stays on meta.
+    Of a tied one all names but that which counts stay on meta: transformers ties when all are drawn. A user's module
+    is tied before: its names are one tensor where the first is among them.
     """
     local = {key: getattr(module, leaf, None) for key, (module, leaf) in owned.items()}
     first = {name: group[0] for group in model.facts.ties for name in group}
-    wholes: dict[str, nn.Parameter] = {}
-    for key in owned:
-        name = first.get(key, key)
-        on = model.device if name in owned else torch.device("meta")
-        wholes[key] = wholes[name] if name in wholes else _blank(model, name, on)
+    drawn = {key: first.get(key, key) for key in owned if _is_drawn(model.facts, key, first.get(key, key), owned)}
+    wholes = {name: _blank(model, name, model.device) for name in dict.fromkeys(drawn.values())}
     try:
         for key, (module, leaf) in owned.items():
-            module.register_parameter(leaf, wholes[key])
+            whole = wholes[drawn[key]] if key in drawn else _blank(model, first.get(key, key), torch.device("meta"))
+            module.register_parameter(leaf, whole)
         yield wholes
     finally:
         for key, (module, leaf) in owned.items():
             module.register_parameter(leaf, local[key])
+
+
+def _is_drawn(facts: ModelFacts, key: str, name: str, owned: Collection[str]) -> bool:
+    """Return whether what fills the parameter `key`, whose first name is `name`, fills the tensor of its tie."""
+    source = facts.tie_sources.get(name, name)
+    return source in owned and (key == source or not facts.has_config)
 
 
 def _blank(model: ParallelModel, name: str, device: torch.device) -> nn.Parameter:

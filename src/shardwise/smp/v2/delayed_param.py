@@ -82,7 +82,7 @@ class DelayedParamIniter:
             if self.own is not None:
                 self.own(module)
             else:
-                run_initializer(self.model, module)
+                run_initializer(self.model, name)
         for leaf in [leaf for leaf in own if f"{name}.{leaf}" in cuts]:
             part = cuts[f"{name}.{leaf}"].local_part(module.get_parameter(leaf))
             module.register_parameter(leaf, nn.Parameter(part, requires_grad=own[leaf].requires_grad))
