@@ -162,6 +162,23 @@ def test_a_group_is_split(world_pool: WorldPool) -> None:
     assert world_pool.run(3, split) == [([4.0], [0, 2]), ([2.0], [1]), ([4.0], [0, 2])]
 
 
+def shrunk() -> list[float]:
+    group, rank = engine_group(), dist.get_rank()
+    pending = dist.all_reduce(torch.ones(1), group=group, async_op=True) if rank else None
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="aborted the group"):
+            pending.wait()
+        return []
+    rest = dist.shrink_group([1], group, dist.distributed_c10d.SHRINK_ABORT)
+    data = torch.ones(1) * (rank + 1)
+    dist.all_reduce(data, group=rest)
+    return data.tolist()
+
+
+def test_a_group_is_shrunk(world_pool: WorldPool) -> None:
+    assert world_pool.run(3, shrunk) == [[4.0], [], [4.0]]
+
+
 # --- what torch asks beside operations
 
 
@@ -205,8 +222,6 @@ def asked() -> list[Any]:
         dist.barrier(group)
     names = {event.name for event in profile.events()}
     backend.monitored_barrier(timedelta(seconds=5), True)
-    with pytest.raises(ValueError, match="monitored_barrier is only implemented for GLOO backend"):
-        dist.monitored_barrier(group)  # torch refuses by name
     with pytest.raises(RuntimeError, match="does not yet support sequence numbers"):
         group._get_sequence_number_for_group()  # torch refuses by type
     options = backend.options
@@ -216,6 +231,27 @@ def asked() -> list[Any]:
 
 def test_sequence_numbers_traces_and_options(world_pool: WorldPool) -> None:
     assert world_pool.run(2, asked) == [[3, True, "shardwise", timedelta(seconds=30)]] * 2
+
+
+def monitored() -> list[str]:
+    groups, rank = [engine_group(), engine_group()], dist.get_rank()
+    told = []
+    for group in groups:
+        dist.monitored_barrier(group, timedelta(seconds=20))
+        if rank in (0, 3):
+            with pytest.raises(dist.DistBackendError) as caught:
+                dist.monitored_barrier(group, timedelta(seconds=0.2), wait_all_ranks=not told)
+            told.append(str(caught.value))
+        dist.barrier()
+    return told
+
+
+def test_a_monitored_barrier_names_who_does_not_come(world_pool: WorldPool) -> None:
+    first, *others, last = world_pool.run(4, monitored)
+    assert others == [[], []]
+    assert "Rank 0 timed out in monitoredBarrier after 200 ms: Ranks 1, 2 failed to pass monitoredBarrier" in first[0]
+    assert "Rank 1 failed to pass monitoredBarrier" in first[1]
+    assert all("Rank 3 successfully reached monitoredBarrier" in told for told in last)
 
 
 def gathered_shards(directory: str) -> Any:

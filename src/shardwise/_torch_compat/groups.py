@@ -147,3 +147,26 @@ def let_timeouts_be_set(backend: str) -> None:
             whole._get_backend(device).set_timeout(timeout)
 
     distributed_c10d._set_pg_timeout = set_timeout
+
+
+@cache
+def let_barriers_be_monitored(backend: str) -> None:
+    """Let torch's `monitored_barrier` run on groups of `backend` too: it asks for Gloo by name."""
+    for_gloo = distributed_c10d.monitored_barrier
+
+    @functools.wraps(for_gloo)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        whole = group or dist.group.WORLD
+        if not isinstance(whole, dist.ProcessGroup) or dist.get_backend(whole) != backend:
+            return for_gloo(group, timeout, wait_all_ranks)
+        if timeout is None:
+            timeout = distributed_c10d._get_default_timeout(dist.Backend(backend))
+        elif isinstance(timeout, float):
+            timeout = timedelta(seconds=timeout)
+        whole.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
+
+    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

@@ -2,7 +2,8 @@
 
 torch calls `register` at the end of `import torch`, by the entry point `torch.backends` of this package, so
 `init_process_group("shardwise")` works in any program. So nothing here is imported that torch has not: the engine is
-loaded, and built if need be, when the first group is made.
+loaded, and built if need be, when the first group is made. torch itself is imported by the functions alone: a program
+that imports this module first would else have torch ask for `register` before there is one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ import atexit
 import os
 import sys
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 BACKEND = "shardwise"
 PATIENCE_AT_EXIT = 5.0  # seconds for what is under way when the interpreter ends
@@ -25,6 +23,8 @@ def register() -> None:
 
     It moves tensors of the CPU; those of CUDA go through the host's memory (`native/staging.h`).
     """
+    import torch.distributed as dist  # calls this function too, where it is imported for the first time
+
     if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=_devices())
@@ -33,16 +33,19 @@ def register() -> None:
 
 def _devices() -> list[str]:
     """The devices whose tensors can be moved; CUDA's only where there may be one, since torch prefers it then."""
+    import torch
+
     may_have_cuda = torch.backends.cuda.is_built() and any(map(os.path.exists, ACCELERATOR_FILES))
     return ["cpu", "cuda"] if may_have_cuda else ["cpu"]
 
 
 def _create(options: Any, backend_options: Any) -> Any:
     """A group's backend; called by torch on each member with the group's own store."""
-    from shardwise._torch_compat.groups import let_timeouts_be_set
+    from shardwise._torch_compat.groups import let_barriers_be_monitored, let_timeouts_be_set
     from shardwise.collectives import engine
 
     let_timeouts_be_set(BACKEND)
+    let_barriers_be_monitored(BACKEND)
     names = list(options.global_ranks_in_group) or list(range(options.group_size))
     return engine.create(options.store, options.group_rank, names, options.timeout)
 

@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "membership.h"
+#include "monitored_barrier.h"
 #include "sparse.h"
 #include "tensors.h"
 #include "work.h"
@@ -18,11 +19,13 @@
 namespace shardwise {
 namespace {
 
+using StorePointer = c10::intrusive_ptr<c10d::Store>;
+
 class Engine : public c10d::Backend {
  public:
-  Engine(c10d::Store& store, Places places, std::vector<int> names, Network network, Milliseconds timeout)
-      : Backend(places.rank, places.size()), places_(std::move(places)), names_(std::move(names)), network_(std::move(network)),
-        timeout_(timeout), own_(meet({store, places_, names_, network_, timeout}), places_, names_) {}
+  Engine(StorePointer store, Places places, std::vector<int> names, Network network, Milliseconds timeout)
+      : Backend(places.rank, places.size()), store_(std::move(store)), places_(std::move(places)), names_(std::move(names)),
+        network_(std::move(network)), timeout_(timeout), own_(meet({*store_, places_, names_, network_, timeout}), places_, names_) {}
 
   const std::string getBackendName() const override { return "shardwise"; }
   void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
@@ -50,7 +53,7 @@ class Engine : public c10d::Backend {
   bool supportsSplitting() const override { return true; }
 
   // A group of some of the ranks; all of those call it. torch splits a group once for each device that it knows.
-  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+  c10::intrusive_ptr<Backend> split(const StorePointer& store, const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Backend::Options>& options) override {
     std::vector<int> names;
     int own = -1;
@@ -68,7 +71,21 @@ class Engine : public c10d::Backend {
       if (!here.empty()) hosts.push_back(std::move(here));
     }
     const auto part = c10::make_intrusive<c10d::PrefixStore>("split" + std::to_string(splits_[ranks]++), store);
-    return c10::make_intrusive<Engine>(*part, Places(own, hosts), names, network_, options ? options->timeout : timeout_);
+    return c10::make_intrusive<Engine>(part, Places(own, hosts), names, network_, options ? options->timeout : timeout_);
+  }
+
+  bool supportsShrinking() const override { return true; }
+
+  // A group without those ranks, which may be dead; all others call it. The one flag ends what waits in this group.
+  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                     const c10::intrusive_ptr<Options>& options) override {
+    if (shrink_flags != 0) abort();
+    std::vector<int> rest;
+    for (int rank = 0; rank < size_; ++rank) {
+      const bool stays = std::find(ranks_to_exclude.begin(), ranks_to_exclude.end(), rank) == ranks_to_exclude.end();
+      if (stays) rest.push_back(rank);
+    }
+    return split(c10::make_intrusive<c10d::PrefixStore>("shrunk", store_), rest, options);
   }
 
   // Nothing is collected: what is called between the two runs as it would alone.
@@ -216,11 +233,10 @@ class Engine : public c10d::Backend {
     return enqueue(OpType::ALLTOALL, outputs, devices_of({&outputs, &inputs}), options, std::move(run));
   }
 
-  // An error names the ranks that did not come, all of them.
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool) override {
-    c10d::BarrierOptions waiting = options;
-    waiting.asyncOp = false;
-    barrier(waiting)->wait();
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
+    const int64_t timeout = nanoseconds(options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout);
+    ++calls_;
+    translated([&] { MonitoredBarrier(*own_->messenger(), names_, timeout).run(rank_, wait_all_ranks); });
   }
 
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
@@ -423,6 +439,7 @@ class Engine : public c10d::Backend {
     if (coalesced_) coalesced_->push_back(work);
   }
 
+  const StorePointer store_;
   const Places places_;
   const std::vector<int> names_;
   const Network network_;
@@ -433,12 +450,12 @@ class Engine : public c10d::Backend {
   Ticket own_;
 };
 
-c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+c10::intrusive_ptr<c10d::Backend> make(const StorePointer& store, int rank,
                                        const std::vector<std::vector<int>>& hosts, const std::vector<int>& names,
                                        const std::string& interface, const std::string& host, const std::string& port,
                                        std::chrono::duration<float> timeout) {
   const auto patience = std::chrono::duration_cast<Milliseconds>(timeout);
-  return c10::make_intrusive<Engine>(*store, Places(rank, hosts), names, Network{interface, host, port}, patience);
+  return c10::make_intrusive<Engine>(store, Places(rank, hosts), names, Network{interface, host, port}, patience);
 }
 
 // Why this machine cannot make shared memory for a group; empty where it can.
