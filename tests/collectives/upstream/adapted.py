@@ -1,0 +1,121 @@
+"""torch's tests made to run on a backend of another name, on a host without a GPU, in forks of one process.
+
+Nothing else of a test is changed. Its text gets the backend's name where it says Gloo's; what asks for a GPU is let
+through, so a test that needs one fails on both backends and counts for neither.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+RANKS = 4
+INSTALLED = "torch.testing._internal.distributed.distributed_test"
+SECONDS = 60  # for a test, where torch has no other limit for it
+ASKS = (  # decorators of torch's that skip a test for what the host or torch's build has
+    "skip_if_lt_x_gpu",
+    "requires_world_size",
+    "requires_gloo",
+    "requires_nccl",
+    "requires_nccl_version",
+    "requires_accelerator_dist_backend",
+)
+NO_GPU = (  # what a text says of a GPU, and what it says without one
+    (r"\brank_to_GPU\[\w+\]\[0\]|\btorch\.cuda\.current_device\(\)", "'cpu'"),
+    (r"\.cuda\([^()]*\)", ""),
+    (r"\.to\((self\.)?(rank|device_id)\)", ""),
+    (r"\bdevice_ids=\[[^\]]*\]", "device_ids=None"),
+    (r"\boutput_device=torch\.device\([^()]*\)", "output_device=None"),
+    (r"\bdevice=(self\.)?(rank|device_id)\b(?!\.)", "device='cpu'"),
+    (r"\btorch\.cuda\.(set_device|synchronize|empty_cache)\([^()]*\)", "None"),
+    (r"\btorch\.cuda\.manual_seed\b", "torch.manual_seed"),
+    (r"\btorch\.device\((self\.)?(rank|next_rank)\)", "torch.device('cpu')"),
+    (r"\btorch\.device\(f?(['\"])cuda[^()]*\)", "torch.device('cpu')"),
+    (r"(['\"])cuda\1", "'cpu'"),
+)
+NO_NCCL = (
+    (r"(['\"])nccl\1", "'gloo'"),
+    (r"\bcuda:nccl\b", "cuda:gloo"),
+    (r"\bBackend\.NCCL\b", "Backend.GLOO"),
+)
+
+
+def adapt(text: str, backend: str, without_nccl: bool) -> str:
+    """Return a test's text for the CPU, with `backend` for Gloo; with `without_nccl` for NCCL too."""
+    for pattern, other in (*NO_GPU, *(NO_NCCL if without_nccl else ())):
+        text = re.sub(pattern, other, text)
+    text = re.sub(r"(['\"])gloo(['\":])", rf"\1{backend}\2", text)
+    text = re.sub(r"\b(cpu|cuda):gloo\b", rf"\1:{backend}", text)
+    return re.sub(r"\bBackend\.GLOO\b", f"Backend.{backend.upper()}", text)
+
+
+def prepare(backend: str) -> None:
+    """Set what torch's test modules read when they are imported; call it before they are."""
+    os.environ |= {
+        "BACKEND": backend,
+        "WORLD_SIZE": str(RANKS),
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS),
+        "OMP_NUM_THREADS": "1",
+    }
+    from torch.testing._internal import common_distributed as common
+
+    for backends in common.DistTestCases.backend_feature.values():
+        if "gloo" in backends:
+            backends.add(backend)
+    features = common.DistTestCases.backend_feature
+    features["plugin"].add(backend)
+    features["cpu"] = features["cuda"]  # as an adapted text calls it
+    common.MultiProcessTestCase._spawn_processes = _fork_processes
+    common.skip_if_no_gpu = _unchanged
+    for name in ASKS:
+        if hasattr(common, name):
+            setattr(common, name, lambda *_, **__: _unchanged)
+
+
+def load_installed(backend: str) -> ModuleType:
+    """Load the tests that torch installs, with the class that torch's own script makes of them."""
+    spec = importlib.util.find_spec(INSTALLED)
+    assert spec is not None and spec.origin is not None
+    module = _load(INSTALLED, Path(spec.origin), backend, without_nccl=False)
+
+    class TestDistBackendWithSpawn(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc]
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_processes()
+
+    del module.TestDistBackend  # it has no tests
+    module.TestDistBackendWithSpawn = TestDistBackendWithSpawn  # type: ignore[attr-defined]
+    return module
+
+
+def load_script(path: Path, backend: str) -> ModuleType:
+    """Load one of torch's test scripts; those beside it and below torch's `test` can be imported by it."""
+    roots = [parent for parent in path.parents if parent.name == "test"]
+    sys.path[:0] = [str(path.parent), *(str(each) for root in roots for each in (root, root.parent))]
+    return _load(path.stem, path, backend, without_nccl=True)
+
+
+def _load(name: str, path: Path, backend: str, without_nccl: bool) -> ModuleType:
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    code = compile(adapt(path.read_text(), backend, without_nccl), str(path), "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+    return module
+
+
+def _fork_processes(test: Any) -> None:
+    """Start a test's ranks: forks, which have torch and the test's module as this process has them."""
+    import torch.multiprocessing
+
+    test._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
