@@ -24,6 +24,7 @@ from shardwise.testing.faults.patching import Fault
 from shardwise.testing.faults.precision import PRECISION_FAULTS
 from shardwise.testing.faults.preference import PREFERENCE_FAULTS
 from shardwise.testing.faults.registry import FAULTS
+from shardwise.testing.faults.rows import ROW_FAULTS
 from shardwise.testing.faults.updates import UPDATE_FAULTS
 from shardwise.training.setup import study
 from tests.data.chats import PLAIN, byte_tokenizer, write_rows
@@ -38,7 +39,7 @@ KINDS: dict[str, dict[str, Fault]] = {
     "dtypes": PRECISION_FAULTS,
     "data, start, evaluation": BATCH_FAULTS,
     "experts": EXPERT_FAULTS,
-    "adapters and preferences": ADAPTER_FAULTS | PREFERENCE_FAULTS,
+    "rows, adapters and preferences": ROW_FAULTS | ADAPTER_FAULTS | PREFERENCE_FAULTS,
 }
 UNNAMED = ("", "unknown_gradient", "unknown_loss")  # which say where a mistake begins, not which it is
 DROPOUT = 0.1

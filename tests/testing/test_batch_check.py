@@ -77,6 +77,37 @@ def test_rows_in_the_wrong_places_are_named(rows: Any, fault: str, words: str) -
     assert found.fault == fault and words in found.sentence
 
 
+class Answers(Corpus):
+    """The same samples, of which the label in the middle alone is trained on."""
+
+    def rows(self, counters: Any) -> Rows:
+        rows = super().rows(counters)
+        labels = tokens(list(counters)).roll(-1, dims=1)
+        labels[:, [0, 2]] = NOT_COUNTED
+        return Rows(rows.inputs, labels, rows.counters, documents=rows.documents)
+
+
+@pytest.mark.parametrize(
+    ("trained", "fault", "words"),
+    [
+        ([True, True, False], "trained_prompt", "2 tokens of samples [7, 8] are trained on that the job leaves out"),
+        ([True, False, False], "shifted_mask", "of samples [7, 8] begins and ends a token early"),
+        ([False, False, True], "wrong_data", "labels of samples [7, 8] on rank 0 are not those of the corpus"),
+    ],
+)
+def test_a_mask_that_is_wrong_is_named(trained: list[bool], fault: str, words: str) -> None:
+    """The last has a label that is not the token behind its own."""
+    following = tokens([7, 8]).roll(-1, dims=1)
+    labels = torch.where(torch.tensor(trained), following, NOT_COUNTED)
+    labels[:, 2] = torch.where(labels[:, 2] != NOT_COUNTED, 5, NOT_COUNTED)
+    plan = made_plan()
+    plan.microbatch, plan.sequences_per_step, plan.sequences_of = 2, SIZE, lambda step: SIZE
+    ours = fed(*RIGHT)
+    ours.batches[0][0] = replace(ours.batches[0][0], labels=labels)
+    found = find_misread(plan, Answers(), ours)
+    assert found is not None and found.fault == fault and words in found.sentence
+
+
 def changed(rank: int, number: int, **changes: Any) -> Any:
     ours = fed(*RIGHT)
     ours.batches[rank][number] = replace(ours.batches[rank][number], **changes)

@@ -110,7 +110,27 @@ def _wrong_content(batch: Batch, source: Source, rank: int, real: int) -> Misrea
     read |= {} if batch.document_ids is None else {"documents": batch.document_ids}
     for name, values in right.items():
         if name not in read or not torch.equal(read[name][:real].to(values.dtype), values):
+            if name == "labels" and name in read and (wrong := _wrong_mask(read[name][:real], values, right, counters)):
+                return wrong
             return Misread("wrong_data", f"{name} of samples {counters} on rank {rank} are not those of the corpus")
+    return None
+
+
+def _wrong_mask(read: Tensor, right: Tensor, columns: Mapping[str, Tensor], counters: list[int]) -> Misread | None:
+    """Return what is wrong with which positions [R, S] have labels, where each label is the token behind its own."""
+    if "input_ids" not in columns:
+        return None
+    trained, wanted = read != NOT_COUNTED, right != NOT_COUNTED
+    is_next = read == columns["input_ids"].roll(-1, dims=1)
+    added = int((trained & ~wanted).sum())
+    if not added or not bool(is_next[trained].all()):
+        return None
+    if bool((trained | ~wanted).all()):
+        sentence = f"{added} tokens of samples {counters} are trained on that the job leaves out, such as prompts"
+        return Misread("trained_prompt", sentence)
+    for shift, word in ((-1, "early"), (1, "late")):
+        if not bool((trained & ~wanted.roll(shift, dims=1)).any()):
+            return Misread("shifted_mask", f"what is trained on of samples {counters} begins and ends a token {word}")
     return None
 
 

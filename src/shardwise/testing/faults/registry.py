@@ -13,6 +13,7 @@ from shardwise.testing.faults.gradients import GRADIENT_FAULTS
 from shardwise.testing.faults.patching import Fault
 from shardwise.testing.faults.precision import PRECISION_FAULTS
 from shardwise.testing.faults.preference import PREFERENCE_FAULTS
+from shardwise.testing.faults.rows import ROW_FAULTS
 from shardwise.testing.faults.updates import UPDATE_FAULTS
 
 FAULTS: dict[str, Fault] = {
@@ -24,4 +25,5 @@ FAULTS: dict[str, Fault] = {
     **ADAPTER_FAULTS,
     **EXPERT_FAULTS,
     **PREFERENCE_FAULTS,
+    **ROW_FAULTS,
 }
