@@ -86,7 +86,8 @@ def test_tensor_ranks_share_grown_embeddings(world_pool: WorldPool, bases: Path)
 @pytest.mark.parametrize("layout", EVERY_LAYOUT.keys() - {"expert 2"})
 def test_every_layout(world_pool: WorldPool, bases: Path, layout: str) -> None:
     jobs = [token_job(bases, model, layout) for model in MODELS]
-    jobs += [token_job(bases, "llama", layout, adapter={**LORA, "kind": kind}) for kind in ("lora", "dora")]
+    jobs += [token_job(bases, name, layout, adapter=LORA) for name in ("llama", "tied")]
+    jobs.append(token_job(bases, "llama", layout, adapter={**LORA, "kind": "dora"}))
     check(world_pool, EVERY_LAYOUT[layout][0], jobs)
 
 
@@ -112,19 +113,21 @@ def test_rows_start_bit_equal_on_every_layout(world_pool: WorldPool, bases: Path
             assert 0 < apart < 1e-3 * own[name].double().std()
 
 
-def saved_run(bases: Path, output: Path, **sections: dict[str, Any]) -> Job:
+def saved_run(bases: Path, output: Path, base: str = "llama", **sections: dict[str, Any]) -> Job:
     """A run on tensor ranks that saves checkpoints."""
     keys = {"checkpoint": {"every": 2, "keep_last": 9}, "observe": {"sample": False, "tensorboard": False}, **sections}
-    return token_job(bases, "llama", "tensor 2", **keys).model_copy(update={"output": str(output)})
+    return token_job(bases, base, "tensor 2", **keys).model_copy(update={"output": str(output)})
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("base", ["llama", "tied"])
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["whole", "lora"])
 def test_export_opens_with_its_tokenizer(
-    world_pool: WorldPool, bases: Path, tmp_path: Path, adapter: dict[str, Any]
+    world_pool: WorldPool, bases: Path, tmp_path: Path, adapter: dict[str, Any], base: str
 ) -> None:
     """As transformers and peft open it; the base's own directory keeps the rows that it had."""
-    world_pool.run(2, train, saved_run(bases, tmp_path / "run", adapter=adapter, precision={"compute": "fp32"}))
+    single = {"compute": "fp32"}
+    world_pool.run(2, train, saved_run(bases, tmp_path / "run", base, adapter=adapter, precision=single))
     written = tmp_path / "run" / ("adapter" if adapter else "model")
     whole = export_checkpoint(str(tmp_path / "run"), tmp_path / "whole", merge=bool(adapter))
     opened = (AutoPeftModelForCausalLM if adapter else AutoModelForCausalLM).from_pretrained(written)

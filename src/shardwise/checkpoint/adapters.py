@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def export_adapter(model: ParallelModel, path: Path, tokenizer_directory: str | 
         config = adapter_config(job, adapter_settings(job.adapter), facts.adapters)
         tensors = {name: whole.cpu() for name, whole in wholes}
         tokenizer = tokenizer_directory if job.data.added_tokens else None
-        write_adapter(path, config, tensors, facts.adapters, base_hash, tokenizer)
+        write_adapter(path, config, by_every_name(tensors, facts.ties), facts.adapters, base_hash, tokenizer)
     else:
         for _ in wholes:  # each is gathered by all
             pass
@@ -110,7 +110,7 @@ def write_adapter(
     Args:
         path: appears when all of it is there.
         config: content of `adapter_config.json`.
-        tensors: parameters of `adapters` and of modules trained whole, by the model's names.
+        tensors: parameters of `adapters` and of modules trained whole, by the model's names; ties by all of them.
         adapters: by the names of their layers.
         base_hash: hash of the model under them, "" where that is in no directory.
         tokenizer_directory: of a tokenizer that is written beside them.
@@ -133,6 +133,12 @@ def write_adapter(
         raise OutputError(f"{path} cannot be written: {error}") from error
 
 
+def by_every_name(tensors: Mapping[str, Tensor], ties: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+    """Return `tensors` with a copy under each further name of a tied one: peft has a module of its own for each."""
+    others = {group[0]: group[1:] for group in ties if group[0] in tensors}
+    return {**tensors, **{name: tensors[first].clone() for first, names in others.items() for name in names}}
+
+
 def open_adapter(facts: ModelFacts, path: str) -> SafetensorsFile:
     """Return the tensors of an adapter in peft's format, which fit the model and the job's adapters.
 
@@ -142,6 +148,7 @@ def open_adapter(facts: ModelFacts, path: str) -> SafetensorsFile:
     file = Path(path) / WEIGHTS
     opened = SafetensorsFile(file)
     empty = {name: torch.empty(shape, device="meta") for name, shape in facts.trained_shapes.items()}
+    empty = by_every_name(empty, facts.ties)
     expected = {
         file_name(name, facts.adapters): tuple(file_tensor(name, tensor, facts.adapters).shape)
         for name, tensor in empty.items()
@@ -163,7 +170,20 @@ def open_adapter(facts: ModelFacts, path: str) -> SafetensorsFile:
                 f"{file}: {name} has shape {list(opened.shape(name))}, the model's layer needs {list(shape)}; it is an "
                 "adapter of another base or rank"
             )
+    _check_ties(opened, facts, file)
     return opened
+
+
+def _check_ties(opened: SafetensorsFile, facts: ModelFacts, file: Path) -> None:
+    """Refuse an adapter whose saved modules have two values of a parameter that the model has once."""
+    for first in facts.trained_shapes:
+        name, *others = [file_name(name, facts.adapters) for name in facts.names_of(first)]
+        for other in others:
+            if not torch.equal(opened.read(name), opened.read(other)):
+                raise ModelError(
+                    f"{file}: {name} and {other} differ, and the model has one parameter for both; merge the adapter "
+                    "with peft, which unties them, and start from the merged model"
+                )
 
 
 def read_adapter(model: ParallelModel, path: str) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from shardwise.checkpoint.adapters import hash_weights, write_adapter
+from shardwise.checkpoint.adapters import by_every_name, hash_weights, write_adapter
 from shardwise.checkpoint.bar import byte_bar
 from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.manifest import AdapterRecord, Manifest
@@ -194,7 +194,8 @@ def _export_adapters(
     trained = [name for name in names if is_saved(name, saved) or is_adapter(name, adapter.layers)]
     wholes = {name: converted(f"model/{name}", tensors.read(f"model/{name}"), dtype) for name in trained}
     tokenizer = _tokenizer(manifest, say) if manifest.job.get("data", {}).get("added_tokens") else None
-    write_adapter(path, adapter.config, wholes, adapter.layers, adapter.base_hash, tokenizer)
+    ties = [(first, *others) for first, others in manifest.ties.items()]
+    write_adapter(path, adapter.config, by_every_name(wholes, ties), adapter.layers, adapter.base_hash, tokenizer)
     return path
 
 

@@ -283,6 +283,10 @@ class ModelFacts:
         layers = tuple(f"{name}.lora_" for name in self.adapters)
         return {name: shape for name, shape in self.parameter_shapes.items() if not name.startswith(layers or "\0")}
 
+    def names_of(self, parameter: str) -> tuple[str, ...]:
+        """Return all names of a parameter, of which ties have several; the first is that of `parameter_shapes`."""
+        return next((group for group in self.ties if parameter in group), (parameter,))
+
     @property
     def own_attention_arguments(self) -> tuple[str, ...]:
         """Those of `attention_arguments` that cannot be cut as keys are; attention of whole rows alone knows them."""

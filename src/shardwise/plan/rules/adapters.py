@@ -8,9 +8,9 @@ from shardwise.model.adapters import (
     ALL_LINEAR,
     adapted_parameter,
     is_named,
+    is_saved,
     is_target,
     matches_end,
-    saved_parameters,
 )
 from shardwise.model.parameter_patterns import modules_of
 from shardwise.plan.draft import Draft
@@ -93,13 +93,28 @@ def _unused_patterns(d: Draft) -> list[str]:
 
 
 def _unknown_modules(d: Draft) -> list[str]:
-    return [name for name in d.adapter.modules_to_save if not saved_parameters(d.facts, [name])]
+    names = [*d.facts.base_shapes, *(alias for group in d.facts.ties for alias in group)]
+    return [module for module in d.adapter.modules_to_save if not any(is_saved(name, [module]) for name in names)]
 
 
-def _tied_modules(d: Draft) -> list[str]:
-    """Return the modules to save that share a parameter with another."""
-    tied = [alias.rpartition(".")[0] for names in d.facts.ties for alias in names]
-    return [name for name in d.adapter.modules_to_save if any(is_named(module, name) for module in tied)]
+def _half_tied(d: Draft) -> tuple[str, str] | None:
+    """Return (a parameter of a module to save, its name in a module that is not saved), if there is one."""
+    for group in d.facts.ties:
+        saved = [name for name in group if is_saved(name, d.adapter.modules_to_save)]
+        others = [name for name in group if name not in saved]
+        if saved and others:
+            return saved[0], others[0]
+    return None
+
+
+def _half_tied_reason(d: Draft) -> str:
+    saved, other = _half_tied(d) or ("", "")
+    return f"{saved!r} is tied to {other!r}, which would be trained with it"
+
+
+def _save_both(d: Draft) -> str:
+    _, other = _half_tied(d) or ("", "")
+    return f"use {[*d.adapter.modules_to_save, other.rpartition('.')[0].rpartition('.')[2]]}, or leave both out"
 
 
 def _nearest_module(d: Draft) -> str:
@@ -115,11 +130,11 @@ RULES: tuple[Rule, ...] = (
     Rule("adapter-freeze", ("adapter.kind", "model.freeze"), "adapters freeze the whole model already",
          lambda d: _has_adapters(d) and d.model.freeze,
          fix="leave model.freeze out"),
-    Rule("adapter-ties", ("adapter.modules_to_save",), "a module to save may share no parameter with another",
-         lambda d: _has_adapters(d) and _tied_modules(d),
-         fix="set tie_word_embeddings false in the model's config, or leave the module out",
-         because=lambda d: f"the weight of {_tied_modules(d)[0]!r} is tied to another module's, which would be trained "
-         "with it"),
+    Rule("adapter-ties", ("adapter.modules_to_save",), "modules that share a parameter are saved together",
+         lambda d: _has_adapters(d) and _half_tied(d),
+         fix="name both modules, or leave both out",
+         because=_half_tied_reason,
+         use=_save_both),
     Rule("adapter-modules", ("adapter.modules_to_save",), "has to name modules of the model, by the ends of names",
          lambda d: _has_adapters(d) and _unknown_modules(d),
          fix="use a module's name",

@@ -33,9 +33,8 @@ def _thaw(d: Draft) -> str:
     """Return the way to train the embeddings of a job that freezes them."""
     if not d.facts.adapters:
         return "leave them out of model.freeze"
-    if any(name in group for name in frozen_embeddings(d.facts) for group in d.facts.ties):
-        return "use adapter.kind none: they are tied to the head, and an adapter saves no tied module"
-    modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in frozen_embeddings(d.facts)})
+    names = [name for first in frozen_embeddings(d.facts) for name in d.facts.names_of(first)]
+    modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names})
     return f"set adapter.modules_to_save to {[*d.adapter.modules_to_save, *modules]}"
 
 

@@ -52,7 +52,11 @@ CASES = {
         {"adapter": {"kind": "lora"}, "model": {"freeze": ["norm"]}}, {"model": {"freeze": ["norm"]}},
         "leave model.freeze out", CPU4, LINEARS,
     ),
-    "adapter-ties": adapter_case({"modules_to_save": ["embed_out"]}, {"modules_to_save": ["norm"]}, "is tied to"),
+    "adapter-ties": adapter_case(
+        {"modules_to_save": ["embed_out"]},
+        {"modules_to_save": ["embed_out", "embed_in"]},
+        "is tied to 'embed_in.weight', which would be trained with it; use ['embed_out', 'embed_in']",
+    ),
     "adapter-modules": adapter_case(
         {"modules_to_save": ["nrm"]}, {"modules_to_save": ["norm"]}, "did you mean 'norm'?"
     ),
