@@ -25,7 +25,10 @@ from typing import Any
 
 from shardwise.planner.formulas.prediction import TrainingConfiguration
 from shardwise.planner.published.evaluate import RowResult, evaluate_rows
-from shardwise.planner.published.tables import LAYER_METRIC, Row, Unmapped, configuration, measured, read_table
+from shardwise.planner.published.mapping import configuration
+from shardwise.planner.published.measurement import measured
+from shardwise.planner.published.row import LAYER_METRIC, Row, Unmapped
+from shardwise.planner.published.tables import read_table
 
 SYSTEMS = {"A100 80GB": "a100_80g.json", "H100 SXM": "h100_80g_nvl8.json"}
 RECOMPUTED = {"none": "none", "full": "full", "attention": "attn_only"}

@@ -30,7 +30,8 @@ from shardwise.planner.published.calibrate_spread import (
     wait_spread,
 )
 from shardwise.planner.published.evaluate import evaluate_rows
-from shardwise.planner.published.tables import configuration, read_table
+from shardwise.planner.published.mapping import configuration
+from shardwise.planner.published.tables import read_table
 
 TABLES = Path("tests/data/perf-tables")
 

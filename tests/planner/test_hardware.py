@@ -11,6 +11,7 @@ from shardwise.planner.constants.hardware import ACCELERATORS, GB, find_accelera
 from shardwise.planner.constants.inventory import cluster
 
 NAMES = {
+    "NVIDIA GB300": "GB300",
     "NVIDIA GB200": "GB200",
     "NVIDIA B200": "B200",
     "NVIDIA B300 SXM6 AC": "B300",
@@ -76,6 +77,20 @@ def test_dense_peaks_of_the_usual_dtypes() -> None:
     assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp32") == pytest.approx(19.5)
     assert peak_tflops("Tesla V100-SXM2-16GB", "fp16") == pytest.approx(125)
     assert peak_tflops("Tesla V100-SXM2-16GB", "bf16") is None
+
+
+def test_peaks_of_products_are_those_of_the_widest_format_that_is_quick() -> None:
+    gb300, a100 = find_accelerator("NVIDIA GB300"), find_accelerator("NVIDIA A100-SXM4-80GB")
+    assert gb300 and a100
+    assert [gb300.product_peak(dtype) for dtype in ("bf16", "mxfp8", "nvfp4")] == [2500, 5000, 15000]
+    assert a100.product_peak("fp8-block") == a100.product_peak("nvfp4") == 312
+    assert gb300.peak("fp8") == gb300.peak("nvfp4") == 2500
+
+
+def test_links_of_a_rack_join_nodes() -> None:
+    rack = cluster("gb200-nvl72:64")
+    assert (rack.size, rack.per_node, rack.island) == (256, 4, 64)
+    assert cluster("p5.48xlarge:4").island == 8
 
 
 def test_table_is_consistent() -> None:

@@ -27,7 +27,8 @@ from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.footprint import footprint
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
-from shardwise.planner.published.tables import configuration, read_table
+from shardwise.planner.published.mapping import configuration
+from shardwise.planner.published.tables import read_table
 from tests.planner.test_schedule import FACTS
 
 TABLES = Path("tests/data/perf-tables")

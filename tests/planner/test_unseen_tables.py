@@ -10,7 +10,8 @@ import pytest
 
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.published.evaluate import error_summary, evaluate_rows
-from shardwise.planner.published.tables import COLUMNS, configuration, read_table
+from shardwise.planner.published.mapping import configuration, mapped
+from shardwise.planner.published.tables import COLUMNS, read_table
 from shardwise.planner.published.unstated import MICROBATCHES, fits, with_checkpointing
 
 EIGHT_B = {
@@ -24,7 +25,8 @@ def written(folder: Path, *rows: dict[str, object]) -> Path:
     """A table of rows that differ from one usual run; what none says is empty."""
     path = folder / "unseen.csv"
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, "strategy", "compile", "remarks of the author"])
+        named = dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)
+        writer = csv.DictWriter(file, [*COLUMNS, *({"strategy": 0, "compile": 0} | named)])
         writer.writeheader()
         for number, row in enumerate(rows):
             writer.writerow({"row": number, **EIGHT_B, "gpu": "H100", "n_gpus": 16, "dp": 16, **row})
@@ -108,5 +110,64 @@ def test_checkpointing_nobody_states_is_what_it_takes_to_fit(tmp_path: Path) -> 
     small, large = (
         configuration(row) for row in read_table(written(tmp_path, *({"act_ckpt": "", "mbs": size} for size in (1, 8))))
     )
-    assert (small.checkpointing, large.checkpointing) == ("none", "full")
-    assert with_checkpointing(large) == large
+    assert small.checkpointing == "none" and large.checkpointing != "none"
+    assert fits(large) and with_checkpointing(large) == large
+
+
+def test_open_cells_are_said_and_suggestions_are_taken(tmp_path: Path) -> None:
+    rows = [
+        {"act_ckpt": "none?", "mbs": "1?", "compile": "0"},
+        {"mbs": "", "gbs": 64, "n_gpus": 32, "dp": 4, "pp": 8, "compile": "?"},
+    ]
+    suggested, pipelined = (mapped(row) for row in read_table(written(tmp_path, *rows)))
+    assert (suggested.configuration.checkpointing, suggested.configuration.microbatch) == ("none", 1)
+    assert set(suggested.taken) == {"act_ckpt none as suggested", "mbs 1 as suggested"}
+    assert (pipelined.configuration.microbatch, pipelined.configuration.accumulation) == (1, 16)
+    assert pipelined.taken == ("mbs 1 and grad_accum 16",)
+
+
+def test_weights_under_adapters_are_frozen_and_those_of_sft_are_not(tmp_path: Path) -> None:
+    """Two thirds of the products and no state of the frozen weights."""
+    rows = ({"strategy": words, "gpu": "H200"} for words in ("LoRA", "SFT"))
+    adapted, tuned = (configuration(row) for row in read_table(written(tmp_path, *rows)))
+    assert 0 < adapted.trained < 0.02 and tuned.trained == 1
+    assert predict(adapted).seconds["matmul"] == pytest.approx(2 / 3 * predict(tuned).seconds["matmul"], rel=0.02)
+    assert predict(adapted).memory["optimizer"] < 0.02 * predict(tuned).memory["optimizer"]
+
+
+LOW_BITS = {"fp8": "fp8", "fp8-fine": "fp8-block", "MXFP8": "mxfp8", "nvfp4": "nvfp4", "float8 rowwise": "fp8-row"}
+
+
+@pytest.mark.parametrize("words", LOW_BITS)
+def test_numbers_of_few_bits_are_quicker_than_16(words: str, tmp_path: Path) -> None:
+    low, wide = (
+        configuration(row)
+        for row in read_table(written(tmp_path, *({"gpu": "B200", "precision": words} for words in (words, "bf16"))))
+    )
+    assert low.precision == LOW_BITS[words]
+    assert predict(low).step_seconds < predict(wide).step_seconds
+    assert predict(low).peak_tflops == predict(wide).peak_tflops == 2250
+
+
+EXPERTS = {
+    "experts": 64, "topk": 8, "moe_ffn": 2048, "shared_ffn": 2048, "dense_layers": 2, "gpu": "GB300", "ep": 16,
+    "attention": "MLA q1536 kv512 nope128 rope64 v128", "zero_stage": 1, "heads": 128, "kv_heads": 128,
+}  # fmt: skip
+
+
+def test_experts_latent_attention_and_graphs_are_read(tmp_path: Path) -> None:
+    plain, graphs = read_table(written(tmp_path, EXPERTS, EXPERTS | {"cuda_graph": "local:full_iteration"}))
+    model = configuration(plain).model
+    assert (model.experts, model.experts_of_token, model.head_size) == (64, 8, 160)
+    assert model.expert_layers == pytest.approx(30 / 32) and model.stacked == 3 * 4096 * 2048 * 64 * 30 // 32
+    assert model.attention_products(4)[1] == (1536, 32 * 192)
+    assert configuration(plain).expert == 16 and configuration(plain).imbalance == 1
+    assert predict(configuration(graphs)).seconds["launch"] < predict(configuration(plain)).seconds["launch"]
+
+
+def test_windows_cost_what_they_look_at(tmp_path: Path) -> None:
+    whole, half = (
+        configuration(row) for row in read_table(written(tmp_path, {}, {"attention": "window 128 on alternate layers"}))
+    )
+    assert half.model.attended(4096) == (4096 + 256) / 2
+    assert predict(half).seconds["attention"] < 0.6 * predict(whole).seconds["attention"]

@@ -84,14 +84,13 @@ def _print(predictions: dict[str, Any], summaries: dict[str, Any], everything: b
     output_console().print(summary_table(summaries))
 
 
-HEADER = ("row", "model", "unit", "predicted", "measured", "error", "80 % interval", "memory GiB (measured)")
+HEADER = ("row", "model", "unit", "predicted", "measured", "error", "80 % interval", "memory GiB (measured)", "taken")
 
 
 def _line(cells: Sequence[str]) -> str:
     row, model, unit, *rest = cells
-    return f"{row:>6}  {model:<16} {unit:<10} " + " ".join(
-        f"{cell:>{w}}" for cell, w in zip(rest, (10, 10, 10, 22, 22))
-    )
+    columns = " ".join(f"{cell:>{width}}" for cell, width in zip(rest, (10, 10, 10, 22, 22)))
+    return f"{row:>6}  {model:<16} {unit:<10} {columns}  {rest[-1] if len(rest) == len(HEADER) - 3 else ''}".rstrip()
 
 
 def _cells(result: Any) -> list[str]:
@@ -102,7 +101,7 @@ def _cells(result: Any) -> list[str]:
     interval = f"{result.interval[0]:,.4g} to {result.interval[1]:,.4g}" if result.interval else ""
     memory = f"{result.memory:.1f}" + (f" ({result.measured_memory:g})" if result.measured_memory else "")
     numbers = ["" if value is None else f"{value:,.4g}" for value in (result.predicted, result.measured)]
-    return [row.id, row.text["model"], result.unit, *numbers, said, interval, memory]
+    return [row.id, row.text["model"], result.unit, *numbers, said, interval, memory, ", ".join(result.taken)]
 
 
 def summary_table(summaries: dict[str, Any]) -> Table:

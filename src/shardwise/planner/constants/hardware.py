@@ -8,20 +8,24 @@ Peaks are the vendors' own, without sparsity, at the product's boost clock:
 - Ada: "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets; they print figures with sparsity, halved here.
 - Hopper: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200" datasheets, with sparsity, halved here; the unrounded 989.4
   of the SXM part is in the "NVIDIA H100 Tensor Core GPU Architecture" paper. GH200: "NVIDIA GH200 Grace Hopper".
-- Blackwell: "NVIDIA HGX B200", "HGX B300" and "GB200 NVL72" datasheets, an eighth (a 72nd) of the system, sparsity
-  halved.
+- Blackwell: "NVIDIA HGX B200", "HGX B300", "GB200 NVL72" and "GB300 NVL72" datasheets, an eighth (a 72nd) of the
+  system, sparsity halved, but for fp4 of B300 and GB300, whose dense figures they print.
 - GeForce RTX 3090, 4090 and 5090: architecture papers of GA102, AD102 and RTX Blackwell, products summed in fp32, which
   is half the rate of fp16 sums there; "NVIDIA RTX A6000" and "RTX 6000 Ada" datasheets.
 - AMD: "Instinct MI250X", "MI300X", "MI325X", "MI350X" and "MI355X" datasheets, matrix rates; a MI250X is two devices.
+
+fp8 and fp4 are dense rates of the same sheets, summed in fp32, and null or missing where there is no hardware.
 
 fp32 is the rate of plain fp32 arithmetic, which torch uses for matrix products unless TF32 is switched on; fp64 is that
 of the matrix units where there are any. A dtype without hardware of its own (bf16 before Ampere) has no entry.
 
 `bandwidth` (GB/s of device memory), `units` (multiprocessors, AMD's compute units) and `watts` are of the same sheets.
 So is `link`, NVLink's, Infinity Fabric's or else PCIe's rate: bridges join pairs, and a ring over a node leaves them.
+`host_link` is NVLink-C2C's rate to a Grace CPU, one direction (GH200's and GB200's sheets); others have PCIe.
 `matmul` and `memory_bound` are no vendor's: the shares of peak and of bandwidth that large matrix products and
-element-wise kernels reach. Where nobody has measured them they are those of the nearest part. In the file the first
-pattern that matches wins, so a special part stands before the general one.
+element-wise kernels reach. `attention` is the share of the former's rate that flash attention on long sequences and
+large heads reaches, forward and backward. Where nobody has measured them they are those of the nearest part. In the
+file the first pattern that matches wins, so a special part stands before the general one.
 """
 
 from __future__ import annotations
@@ -55,21 +59,32 @@ class Accelerator:
     fp16: float
     bf16: float | None
     bandwidth: float = 100.0  # GB/s
+    fp8: float | None = None
+    fp4: float | None = None
     link: float = 5.0  # GB/s to the others of its node, one direction
+    host_link: float = 0.0  # GB/s to its host, one direction; 0: half of PCIe 4
     units: int = 1
     watts: float = 0.0
     matmul: float = 0.8
+    attention: float = 0.45
     memory_bound: float = 0.8
 
     def peak(self, dtype: str) -> float | None:
-        """Peak dense TFLOP/s in `dtype` ("fp64", "fp32", "bf16" or "fp16"); "fp8" is held to that of bf16."""
-        peak: float | None = getattr(self, "bf16" if dtype == "fp8" else dtype)
+        """Peak dense TFLOP/s in `dtype`, e.g. "fp64", "bf16" or "fp16"; 8 and 4 bits are held to that of bf16."""
+        peak: float | None = getattr(self, "bf16" if bits_of(dtype) < 16 else dtype)
         return peak
 
-    @property
-    def fp8(self) -> bool:
-        """True where products in fp8 are quicker than in bf16: Ada, Hopper, Blackwell, CDNA 3 and 4."""
-        return re.match(r"(G?[BH]\d|L\d|RTX [456]0|MI3)", self.name) is not None
+    def product_peak(self, dtype: str) -> float:
+        """Peak dense TFLOP/s of matrix products with operands in `dtype`, or the nearest wider one that it has."""
+        usual = self.peak(dtype) or self.fp32
+        if bits_of(dtype) == 4 and self.fp4:
+            return self.fp4
+        return (self.fp8 if bits_of(dtype) < 16 else None) or usual
+
+
+def bits_of(dtype: str) -> int:
+    """Bits of a number of "fp64" to "fp8", "fp8-row", "mxfp8" or "nvfp4"."""
+    return next(bits for bits in (64, 32, 16, 8, 4) if f"p{bits}" in dtype or f"f{bits}" in dtype)
 
 
 def _read() -> tuple[Accelerator, ...]:

@@ -8,6 +8,8 @@ holds the factors that were fitted on accelerators).
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -47,8 +49,18 @@ class Constants:
     stacks: Mapping[str, Stack]
 
     def stack(self, name: str) -> Stack:
-        """The constants fitted for a stack; of one that is not known, those of `default`."""
-        return self.stacks.get(name) or replace(self.stacks["default"], name=name)
+        """The constants fitted for a stack, or for the last other release of its software; else those of `default`.
+
+        How far a release departs from another is not known, so intervals are as wide as between the two.
+        """
+        if name in self.stacks:
+            return self.stacks[name]
+        default = self.stacks["default"]
+        others = [other for other in self.stacks if other != "default" and software_of(other) == software_of(name)]
+        if not others:
+            return replace(default, name=name)
+        other = self.stacks[max(others)]
+        return replace(other, name=name, spread=math.sqrt((other.spread**2 + default.spread**2) / 2))
 
     def device(self, given: Accelerator) -> Accelerator:
         """`given` with the fitted rate of its family."""
@@ -67,6 +79,11 @@ class Constants:
             for name, stack in self.stacks.items()
         }
         return {"accelerators": dict(self.accelerators), "stacks": rows}
+
+
+def software_of(stack: str) -> str:
+    """Return a stack's name without its release: what stands before the first digit, in lower case."""
+    return re.sub("[^a-z]", "", re.split(r"\d", stack.lower())[0])
 
 
 def constants_of(data: dict[str, Any]) -> Constants:
@@ -103,6 +120,11 @@ def stack_of(name: str) -> Stack:
     return shipped().stack(name)
 
 
+def own_stack() -> Stack:
+    """The constants of shardwise: the default's, but nothing hides exchanges of tensor ranks and of experts."""
+    return replace(stack_of("shardwise"), tensor_exposed=1.0, expert_exposed=1.0)
+
+
 @cache
 def presets() -> dict[str, ModelShape]:
     """Named models."""
@@ -130,7 +152,8 @@ def cluster(text: str) -> Cluster:
     type of which the other keys are taken where they are not given), nodes, per_node, intra (GB/s of one accelerator,
     one direction; unset: its own links'), inter_gbps (Gbit/s of a node; unset: as in the vendor's machines), link and
     fabric (names of data/fabrics.json), memory_gb (of one accelerator), host_gb (of a node's own memory; unset: what is
-    offloaded is taken to fit), cpus and efa (of a node; for `shardwise launch`). Raises ConfigError.
+    offloaded is taken to fit), cpus and efa (of a node; for `shardwise launch`), domain (accelerators that the
+    links join across nodes, 72 in NVL72). Raises ConfigError.
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(Path(text))
@@ -163,7 +186,7 @@ def _named(name: str, count: int) -> Cluster:
     if name not in known and find_accelerator(name) is None:
         raise ConfigError(f"cluster={name!r} is not known.{nearest(name, [*known, 'cpu'])}")
     row = known.get(name, {"accelerator": name, "per_node": 8, "host_gb": 0.0})
-    if "." in name or name.startswith("dgx"):
+    if "." in name or name.startswith("dgx") or "domain" in row:
         return _cluster(name, row, count)
     per_node = min(row["per_node"], count)
     if count % per_node:
@@ -191,7 +214,7 @@ def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
         link=_fabric(row["link"], "link") if "link" in row else own_link,
         fabric=_fabric(row.get("fabric", "rdma"), "fabric"),
         host_gb=row.get("host_gb", 0.0), cpus=int(row.get("cpus", 0)), efa=int(row.get("efa", 0)),
-        instance=row.get("instance", name if "." in name else ""),
+        instance=row.get("instance", name if "." in name else ""), domain=int(row.get("domain", 0)),
     )  # fmt: skip
 
 
@@ -202,7 +225,7 @@ def _fabric(name: str, key: str) -> Fabric:
 
 
 _WORDS = ("accelerator", "instance", "link", "fabric")
-_COUNTS = ("nodes", "per_node", "cpus", "efa")
+_COUNTS = ("nodes", "per_node", "cpus", "efa", "domain")
 _KEYS = (*_WORDS, *_COUNTS, "intra", "inter_gbps", "memory_gb", "host_gb")
 
 

@@ -8,11 +8,13 @@ in `shardwise.planner.formulas.layer`; the reduction of gradients between replic
 - replica: all-reduce of the shards, beside the last backward. ZeRO-0: all-reduce of all gradients there; ZeRO-1 and 2:
   reduce-scatter there, and all-gather of parameters after the optimizer.
 - tensor (arXiv 1909.08053, section 3; 2205.05198, section 4.2.2): two all-reduces a block each way, or as many pairs of
-  all-gather and reduce-scatter; exposed, but for `async_tensor`.
+  all-gather and reduce-scatter. All-reduces are exposed; of the pairs it depends on the stack, since they can be cut in
+  pieces beside the product that needs them (`Stack.tensor_exposed`, `async_tensor`).
 - context: keys and values gathered, their gradients scattered; exposed.
 - pipeline: a hidden state each way a stage and microbatch; exposed.
-- expert: rows to their experts and back, each way; exposed, and paced by the fullest rank (`imbalance`). Their numbers
-  go ahead in an exchange of their own. With whole blocks recomputed, the forward's two are made again.
+- expert: rows to their experts and back, each way, paced by the fullest rank (`imbalance`); a stack may hide a share
+  (`Stack.expert_exposed`). Their numbers go ahead in an exchange of their own, which is exposed. With whole blocks
+  recomputed, the forward's two are made again.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def _tensor(configuration: TrainingConfiguration) -> float:
         return 0.0
     over = rank_group(configuration, Axis.TENSOR)
     size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-    exchange = 2 * gather_seconds(size, over) if configuration.sequence_parallel else all_reduce_seconds(size, over)
+    if configuration.sequence_parallel:
+        exchange = 2 * gather_seconds(size, over) * configuration.stack.tensor_exposed
+    else:
+        exchange = all_reduce_seconds(size, over)
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
     return (4 + 2 * again) * exchange * (ASYNC if configuration.async_tensor else 1.0)
 
@@ -77,7 +82,9 @@ def _exchange(configuration: TrainingConfiguration) -> float:
     rows = model.experts_of_token * tokens_of(configuration) / configuration.tensor
     size = configuration.imbalance * rows * model.hidden * BYTES[configuration.precision]
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
-    rounds = (4 + 2 * again) * exchange_seconds(size, sharing)
+    copies = model.experts_of_token if configuration.copies_on_nodes else 1
+    rounds = (4 + 2 * again) * exchange_seconds(size, sharing, copies)
+    rounds *= configuration.stack.expert_exposed
     return model.expert_layers * (rounds + (1 + again) * exchange_seconds(8.0 * model.experts, sharing))
 
 

@@ -15,8 +15,9 @@ that leave it (all groups of the axis run at once).
   nodes copy inside at the link's speed at the same time.
 
 - exchange of rows among the ranks that share experts: every rank sends to all at once, (local-1)/n of its rows over
-  links at the same time as (n-local)/n over the network, at rates of their own (`Fabric.exchange`), and the slower of
-  both sets the pace.
+  links at the same time as over the network, at rates of their own (`Fabric.exchange`), and the slower of both sets the
+  pace. A row that goes to k experts crosses the network once for each node that has some, of m nodes on the mean
+  m·(1 - (1 - 1/m)^k) times (DeepEP; HybridEP).
 
 NCCL has the ring for all-gather and reduce-scatter, and takes the quicker of ring and tree for all-reduce.
 """
@@ -54,7 +55,8 @@ class RankGroup(NamedTuple):
 @lru_cache(maxsize=4096)
 def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> RankGroup:
     # Groups that do not divide a node lie over the edges of some: those of the slowest group count.
-    whole = cluster.per_node if cluster.nodes == 1 else math.gcd(ranks * stride, cluster.per_node)
+    island = cluster.island
+    whole = island if cluster.size == island else math.gcd(ranks * stride, island)
     local = max(1, min(ranks, whole // max(1, stride)))
     # The node's network is shared by all of its ranks; those of one group form rings that use their share together.
     share = cluster.inter * 1e9 * local / cluster.per_node
@@ -87,7 +89,11 @@ def _stride(configuration: TrainingConfiguration, axes: tuple[Axis, ...]) -> int
 
 
 class ExpertGroups(NamedTuple):
-    """The data ranks seen a second time: those that share experts, that shard one, and that hold copies of a shard."""
+    """The data ranks seen a second time: those that share experts, that shard one, and that hold copies of a shard.
+
+    Where more ranks share experts than there are data ranks, tensor ranks are among them (Megatron's folding, arXiv
+    2504.14960, section 3).
+    """
 
     sharing: RankGroup
     shards: RankGroup
@@ -97,20 +103,28 @@ class ExpertGroups(NamedTuple):
     def of(cls, configuration: TrainingConfiguration) -> ExpertGroups:
         """Return the groups of a configuration; experts vary fastest."""
         near, expert, shards = _stride(configuration, data_axes()), configuration.expert, configuration.expert_shards
-        copies = configuration.degree(*data_axes()) // (expert * shards)
+        data = configuration.degree(*data_axes())
+        if expert > data:
+            near, data = 1, data * configuration.tensor
+        copies = max(1, data // (expert * shards))
         sizes = ((expert, near), (shards, near * expert), (copies, near * expert * shards))
         return cls(*(_group(*size, configuration.cluster, configuration.stack) for size in sizes))
 
 
-def exchange_seconds(size: float, over: RankGroup) -> float:
-    """Seconds in which each rank sends `size` bytes to the ranks of the group, its own part among them."""
+def exchange_seconds(size: float, over: RankGroup, copies: int = 1) -> float:
+    """Seconds in which each rank sends `size` bytes to the ranks of the group, its own part among them.
+
+    Of `copies` of a row on their way to as many ranks, those for one node cross the network once and are copied there.
+    """
     if over.ranks == 1:
         return 0.0
     links, network = over.exchange
     inside = (over.local - 1) / over.ranks * size / links + (over.local - 1) * over.hop
     if over.nodes == 1:
         return inside
-    return max(inside, (over.ranks - over.local) / over.ranks * size / network + (over.nodes - 1) * over.far_hop)
+    distinct = over.nodes * (1 - (1 - 1 / over.nodes) ** copies) / copies  # nodes of a row's copies, over their number
+    far = (over.nodes - 1) / over.nodes * distinct * size / network
+    return max(inside, far + (over.nodes - 1) * over.far_hop)
 
 
 def gather_seconds(size: float, over: RankGroup, algorithm: str = "nccl") -> float:

@@ -7,6 +7,8 @@ value width K, inner width I:
   tiles / (tiles + c·units) is the last wave's waste, with tiles of 128 x 128 over the accelerator's multiprocessors
   (NVIDIA, "Matrix Multiplication Background User's Guide", section "Wave Quantization", smoothed because libraries pick
   smaller tiles for small products); d = k / (k + k0) is what a short inner dim costs. Backward has two of each.
+- Products in 8 or 4 bits: the accelerator's peak in them, and passes that cast operands (`FORMATS`). The head stays in
+  16 bits. What they gain is less where an inner dim is short against the casting of [m, k].
 - Flash attention (arXiv 2205.14135, section 3.1; 2307.08691, section 3.1): 4·T·s·A/t FLOPs forward, half of them for a
   causal mask, 2.5 times as many backward, at a share of the products' rate that grows with the length of the sequence.
 - Attention that writes its scores: the same FLOPs, not halved, as batched products with a short inner dim, and passes
@@ -31,8 +33,11 @@ INNER = 64  # k0
 LAUNCH = 6e-6  # seconds of a host for one kernel in eager mode
 BACKWARD_LAUNCH = 0.8  # autograd's engine launches without Python between the operators
 FORWARD_KERNELS = {True: 40, False: 26}  # of a block, gated (with rotary positions) or not
+# Of a block's router, sorting, exchanges and weighting, with the wait for the numbers of rows, in launches.
+EXPERT_KERNELS = 200
+GROUP_KERNELS = 10  # of one expert's part of grouped products, whose libraries launch casts and products of each
+GRAPH_LAUNCH = 0.02  # of the launches, what is left where a CUDA graph makes them all
 COMPILED = 0.45  # share of the launches that are left
-ATTENTION = 0.45  # share of peak · e of flash attention on long sequences with large heads
 ATTENTION_LENGTH = 256  # length at which it reaches half of that
 ATTENTION_HEAD = 16  # size of a head at which it reaches half of that
 SCORE_PASSES = (8.0, 8.0)  # forward and backward, without dropout
@@ -48,8 +53,34 @@ PASSES = {
     (True, True): ((8.0, 12.0), (4.0, 4.0), (3.0, 5.0)),
 }
 EXPERT_PASSES = 6.0  # over the rows of experts, each way
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: of products alone; the rest is bf16
-FP8 = 1.45  # rate of products in fp8 against bf16 with scaling; torchtitan's Llama 3 8B gains 28 % a step on H100
+# Of activations, parameters and their gradients; 8 and 4 bits are those of products alone.
+BYTES = {
+    "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
+    **dict.fromkeys(("fp8", "fp8-row", "fp8-block", "mxfp8", "nvfp4"), 2),
+}  # fmt: skip
+
+
+class ProductFormat(NamedTuple):
+    """Products whose operands are cast to few bits: their rate, and what the casting moves.
+
+    `share` of what large products reach of the peak in 16 bits; `cast` bytes moved for each number of an operand: a
+    pass for its largest absolute value, one to read it, and the writing of it for the products of forward and of
+    backward, less what a fused producer saves.
+    """
+
+    share: float
+    cast: float
+
+
+# Scales of a tensor (arXiv 2209.05433), of rows, of blocks of 128 (arXiv 2412.19437, section 3.3) and of 32 numbers
+# (OCP MX v1.0), and of 16 in 4 bits with random Hadamard transforms (arXiv 2509.25149, section 4).
+FORMATS = {
+    "fp8": ProductFormat(1.00, 4.0),
+    "fp8-row": ProductFormat(0.65, 4.0),
+    "fp8-block": ProductFormat(0.92, 5.0),
+    "mxfp8": ProductFormat(0.95, 5.0),
+    "nvfp4": ProductFormat(0.60, 8.0),
+}
 
 
 class KernelWork(NamedTuple):
@@ -79,21 +110,32 @@ class Rates(NamedTuple):
     bandwidth: float  # bytes of element-wise work
     units: int
     size: int  # bytes of a number
+    cast: float = 0.0  # bytes moved to cast a number of a product's operand
 
 
 @lru_cache(maxsize=256)
 def rates(accelerator: Accelerator, stack: Stack, precision: str) -> Rates:
     """Rates of `accelerator` under `stack`; a dtype without a rate of its own runs at that of fp32."""
-    peak = (accelerator.peak(precision) or accelerator.fp32) * 1e12 * accelerator.matmul
-    products = FP8 if precision == "fp8" and accelerator.fp8 else 1.0
+    usual = accelerator.peak(precision) or accelerator.fp32
+    peak = usual * 1e12 * accelerator.matmul
+    casts = FORMATS[precision] if precision in FORMATS and accelerator.fp8 else ProductFormat(1.0, 0.0)
+    products = accelerator.product_peak(precision) / usual * casts.share
     bandwidth = accelerator.bandwidth * 1e9 * accelerator.memory_bound
     return Rates(
-        peak * stack.matmul * products,
-        peak * ATTENTION * stack.attention,
+        peak * stack.matmul * max(1.0, products),
+        peak * accelerator.attention * stack.attention,
         bandwidth / stack.memory_bound,
         accelerator.units,
         BYTES[precision],
+        casts.cast,
     )
+
+
+def wide_rates(configuration: TrainingConfiguration) -> Rates:
+    """Return the rates of products that stay in 16 bits where others have fewer."""
+    precision = configuration.precision
+    wide = "bf16" if precision in FORMATS else precision
+    return rates(configuration.cluster.accelerator, configuration.stack, wide)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -110,7 +152,9 @@ def _linears(shapes: list[tuple[int, int]], tokens: int, rates: Rates, trained: 
     forward = sum(matmul_seconds(tokens, out, into, rates) for into, out in shapes)
     of_inputs = sum(matmul_seconds(tokens, into, out, rates) for into, out in shapes)
     of_weights = sum(matmul_seconds(into, out, tokens, rates) for into, out in shapes)
-    return forward, of_inputs + trained * of_weights
+    cast = tokens * rates.cast / rates.bandwidth
+    forward += cast * sum(into for into, _ in shapes)
+    return forward, of_inputs + trained * of_weights + cast * sum(out for _, out in shapes)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -132,9 +176,8 @@ def block_work(configuration: TrainingConfiguration) -> tuple[KernelWork, Kernel
     model, t = configuration.model, configuration.tensor
     speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
     tokens = tokens_of(configuration)
-    key_value = max(model.key_value_width // t, model.attention_width // max(1, model.heads))
-    heads, inner = model.attention_width // t, model.dense_width // t
-    shapes = [(model.hidden, heads + 2 * key_value), (heads, model.hidden)]
+    inner = model.dense_width // t
+    shapes = model.attention_products(t)
     if inner or not model.stacked:
         shapes += [(model.hidden, max(1, inner) * (2 if model.gated else 1)), (max(1, inner), model.hidden)]
     experts = _experts(configuration, speed)
@@ -169,11 +212,14 @@ def _experts(configuration: TrainingConfiguration, speed: Rates) -> tuple[float,
     forward = sum(grouped_seconds(groups, rows, out, into, speed) for into, out in shapes)
     of_inputs = sum(grouped_seconds(groups, rows, into, out, speed) for into, out in shapes)
     backward = of_inputs + configuration.trained * forward  # of weights: as many products of as many rows
+    cast = groups * rows * speed.cast / speed.bandwidth
+    forward += cast * sum(into for into, _ in shapes)
+    backward += cast * sum(out for _, out in shapes)
     return model.expert_layers * forward, model.expert_layers * backward
 
 
 def _flash(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:
-    length = configuration.sequence
+    length = configuration.model.attended(configuration.sequence)
     width = configuration.model.attention_width
     flops = 2.0 * tokens * length * width / configuration.tensor
     head_size = width / max(1, configuration.model.heads)
@@ -211,7 +257,10 @@ def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> 
 
 def kernels_of_block(configuration: TrainingConfiguration) -> float:
     """Launches of one block's forward."""
-    return FORWARD_KERNELS[configuration.model.gated] * (COMPILED if configuration.compile else 1.0)
+    model = configuration.model
+    launches = FORWARD_KERNELS[model.gated] * (COMPILED if configuration.compile else 1.0)
+    launches += model.expert_layers * (EXPERT_KERNELS + GROUP_KERNELS * model.experts / configuration.expert)
+    return launches * max(GRAPH_LAUNCH, 1.0 - configuration.captured)
 
 
 def _host(configuration: TrainingConfiguration) -> float:
@@ -227,7 +276,7 @@ def head_work(configuration: TrainingConfiguration) -> tuple[KernelWork, KernelW
     model = configuration.model
     if not model.vocabulary:
         return KernelWork(), KernelWork()
-    speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
+    speed = wide_rates(configuration)
     tokens, vocabulary = tokens_of(configuration), max(1, model.vocabulary // configuration.tensor)
     forward, backward = _linears([(model.hidden, vocabulary)], tokens, speed, configuration.trained)
     logits = tokens * vocabulary / speed.bandwidth

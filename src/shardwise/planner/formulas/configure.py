@@ -9,7 +9,7 @@ from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import group_size
 from shardwise.plan.plan import Plan
-from shardwise.planner.constants.inventory import stack_of
+from shardwise.planner.constants.inventory import own_stack
 from shardwise.planner.formulas.prediction import Cluster, ModelShape, Stack, TrainingConfiguration
 
 
@@ -18,7 +18,7 @@ def configuration_of(
 ) -> TrainingConfiguration:
     """The configuration of `plan` on `cluster`. `shape`, where it is known, spares reading it off the facts again."""
     job, degrees = plan.job, plan.degrees
-    memory, parallel, stack = job.memory, job.parallel, stack or stack_of("shardwise")
+    memory, parallel, stack = job.memory, job.parallel, stack or own_stack()
     dropout = bool(job.model.dropout) or facts.has_attention_dropout
     if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
         stack = replace(stack, stops_early=False)

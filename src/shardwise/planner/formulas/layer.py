@@ -26,6 +26,7 @@ from shardwise.planner.formulas.compute import (
 from shardwise.planner.formulas.prediction import TrainingConfiguration
 
 HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
+HOST_LINK = 0.75  # of the nominal rate of a link of its own
 QUEUE = 1024  # launches that an accelerator keeps before its host has to wait
 
 
@@ -112,7 +113,9 @@ def _host_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
         shard = 4.0 * block_elements(configuration).sharded(configuration)
         forward += shard
         backward += shard * (2 if configuration.reshard_after_forward else 1)
-    return forward / HOST_BANDWIDTH, backward / HOST_BANDWIDTH
+    own = configuration.cluster.accelerator.host_link
+    bandwidth = own * 1e9 * HOST_LINK if own else HOST_BANDWIDTH
+    return forward / bandwidth, backward / bandwidth
 
 
 def _parameter_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import psutil
 
 from shardwise.plan.draft import World
 from shardwise.planner.constants.hardware import Accelerator, find_accelerator
-from shardwise.planner.constants.inventory import CPU, cluster, stack_of
+from shardwise.planner.constants.inventory import CPU, cluster, own_stack
 from shardwise.planner.formulas.prediction import Cluster, Fabric, Stack
 from shardwise.planner.published.calibrate_spread import USUAL, USUAL_ROWS, Prior, alike, probed
 
@@ -126,7 +126,7 @@ def growth(activations: float) -> float:
 
 def stack_here(world: World) -> Stack:
     """Shardwise's constants; on a CPU whose step time was measured with the spread that its own factor leaves."""
-    stack = stack_of("shardwise")
+    stack = own_stack()
     if world.device_type != "cpu":
         return stack
     measured = probed([alike(0.0, 0.0)], Prior(USUAL, USUAL, stack.wait_spread, USUAL_ROWS))

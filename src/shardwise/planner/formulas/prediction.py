@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from shardwise.job.axes import Axis, placed_axes, row_axes, state_axes
 from shardwise.model.facts import ModelFacts
@@ -21,6 +22,34 @@ IMBALANCE = 1.13
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
+class LatentAttention(NamedTuple):
+    """Queries, keys and values made of latent vectors (MLA, arXiv 2405.04434, section 2.1), in features.
+
+    `query` and `key_value` are the latent ranks; a head's query and key have `plain` features and `rotary` ones with
+    positions, its value has `value`.
+    """
+
+    query: int
+    key_value: int
+    plain: int
+    rotary: int
+    value: int
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head with which attention costs as much: the mean of query's and value's."""
+        return (self.plain + self.rotary + self.value) // 2
+
+    def products(self, hidden: int, heads: int) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the block's products before and behind attention, of `heads` heads."""
+        return [
+            (hidden, self.query + self.key_value + self.rotary),
+            (self.query, heads * (self.plain + self.rotary)),
+            (self.key_value, heads * (self.plain + self.value)),
+            (heads * self.value, hidden),
+        ]
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder in the numbers that decide its cost. `intermediate` is one up projection's width; gated MLPs have two.
@@ -29,7 +58,7 @@ class ModelShape:
     overrides the formula of `parameters` where it is known. `idle` counts a block's parameters of experts that a token
     does not go through; `intermediate` is then the width of all that it goes through. Of a block, `stacked` counts the
     parameters of experts that ranks can share; they are `experts` of width `expert_width`, and a token goes to
-    `experts_of_token` of them.
+    `experts_of_token` of them. `windowed` is the share of the blocks whose attention looks back `window` tokens.
     """
 
     name: str
@@ -49,6 +78,9 @@ class ModelShape:
     experts_of_token: int = 0
     expert_width: int = 0
     stacked: int = 0
+    latent: LatentAttention | None = None
+    window: int = 0
+    windowed: float = 0.0
 
     @cached_property
     def expert_layers(self) -> float:
@@ -71,6 +103,24 @@ class ModelShape:
         """Key-value heads times the size of a head."""
         return self.attention_width * self.key_value_heads // max(1, self.heads)
 
+    def attention_products(self, tensor: int) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the products before and behind a block's attention, on one of `tensor` ranks."""
+        if self.latent:
+            return self.latent.products(self.hidden, max(1, self.heads // tensor))
+        key_value = max(self.key_value_width // tensor, self.attention_width // max(1, self.heads))
+        own = self.attention_width // tensor
+        return [(self.hidden, own + 2 * key_value), (own, self.hidden)]
+
+    def attended(self, sequence: int) -> float:
+        """Return the length of a sequence whose causal attention costs as much as the mean block's."""
+        return (1 - self.windowed) * sequence + self.windowed * min(sequence, 2 * self.window)
+
+    def adapter_share(self, rank: int) -> float:
+        """Return the parameters of adapters of `rank` on all of a block's products, over the block's own."""
+        mlp = (self.hidden, (2 if self.gated else 1) * self.dense_width), (self.dense_width, self.hidden)
+        features = sum(into + out for into, out in [*self.attention_products(1), *mlp])
+        return rank * features / self.layer_parameters
+
     @cached_property
     def layer_parameters(self) -> int:
         """Matrices of one block, and its two norms with biases of the non-gated kind; of experts all."""
@@ -79,7 +129,7 @@ class ModelShape:
     @cached_property
     def active_parameters(self) -> int:
         """Parameters of a block that a token goes through."""
-        attention = 2 * self.hidden * (self.attention_width + self.key_value_width)
+        attention = sum(into * out for into, out in self.attention_products(1))
         mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
         return attention + mlp + (2 if self.gated else 9) * self.hidden + (0 if self.gated else self.intermediate)
 
@@ -143,7 +193,7 @@ class ModelShape:
         )
 
 
-def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, int]:
+def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, Any]:
     """Return what a shape says of experts in stacks; nothing where there are none."""
     if not facts.expert_stacks or not facts.experts_of_token:
         return {}
@@ -186,6 +236,7 @@ class Cluster:
         cpus: virtual processors of a node, likewise; for `shardwise launch`, as the next two.
         efa: devices of AWS's Elastic Fabric Adapter on a node.
         instance: the type of instance in a cloud, or ``.
+        domain: accelerators that the links join where they leave a node (72 in NVL72); 0: those of a node.
     """
 
     name: str
@@ -200,6 +251,7 @@ class Cluster:
     cpus: int = 0
     efa: int = 0
     instance: str = ""
+    domain: int = 0
 
     @property
     def host_bytes(self) -> float:
@@ -210,6 +262,12 @@ class Cluster:
     def size(self) -> int:
         """Accelerators."""
         return self.nodes * self.per_node
+
+    @cached_property
+    def island(self) -> int:
+        """Accelerators that the links of a node join: its own, or of several nodes where the links leave them."""
+        most = max(self.per_node, min(self.domain, self.size))
+        return max(n for n in range(self.per_node, most + 1, self.per_node) if self.size % n == 0)
 
 
 @dataclass(frozen=True)
@@ -224,6 +282,8 @@ class Stack:
         launch: host time of a kernel against `compute.LAUNCH`.
         overlap: exponent of the norm that joins computation and traffic (1: one after the other; large: the longer).
         network: share of the fabric's rate.
+        tensor_exposed: share of the all-gathers and reduce-scatters of tensor ranks that no product hides.
+        expert_exposed: likewise of the exchanges of experts' rows.
         pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
             nodes.
         stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
@@ -252,6 +312,8 @@ class Stack:
     launch: float = 1.0
     overlap: float = 3.0
     network: float = 1.0
+    tensor_exposed: float = 1.0
+    expert_exposed: float = 1.0
     pipeline_wait: float = 0.0
     stall: float = 0.0
     activations: float = 1.0
@@ -288,6 +350,8 @@ class TrainingConfiguration:
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
+        captured: share of a block's launches that CUDA graphs make.
+        copies_on_nodes: a row crosses the network once for all of its experts on a node.
         trained: share of the parameters that have gradients and optimizer state.
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
@@ -331,6 +395,8 @@ class TrainingConfiguration:
     reference: str = ""
     kept_blocks: int = 0
     imbalance: float = IMBALANCE
+    captured: float = 0.0
+    copies_on_nodes: bool = False
 
     @property
     def expert_shards(self) -> int:

@@ -36,7 +36,10 @@ from shardwise.planner.published.calibrate_spread import (
     unknown_spread,
     wait_spread,
 )
-from shardwise.planner.published.tables import Row, Unmapped, configuration, measured, predicted, read_table
+from shardwise.planner.published.mapping import configuration
+from shardwise.planner.published.measurement import measured, predicted
+from shardwise.planner.published.row import Row, Unmapped
+from shardwise.planner.published.tables import read_table
 
 ROUNDS = 12
 TOLERANCE = 0.1  # log error at which a row's weight is halved

@@ -16,7 +16,9 @@ from shardwise.planner.constants.inventory import Constants, shipped
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.published.calibrate import Sample, fit, samples, seen, shipped_rows
 from shardwise.planner.published.calibrate_spread import STRANGER_ROWS, USUAL, USUAL_ROWS, Prior, probed
-from shardwise.planner.published.tables import Row, Unmapped, configuration, measured, predicted
+from shardwise.planner.published.mapping import configuration, mapped
+from shardwise.planner.published.measurement import measured, predicted
+from shardwise.planner.published.row import Row, Unmapped
 
 APART = 0.05  # pairs that differ by less are not ranked
 GROUP = ("model", "tied", "gpu", "n_gpus", "stack", "seq", "gbs", "precision")
@@ -36,6 +38,7 @@ class RowResult:
     fits: bool | None = None
     unmapped: str | None = None
     probe: bool = False  # the stack's scalar was fitted on it
+    taken: tuple[str, ...] = ()  # for cells that state nothing
 
     @property
     def scored(self) -> bool:
@@ -44,7 +47,7 @@ class RowResult:
     @property
     def error_percent(self) -> float | None:
         """|predicted - measured| / measured; 100 for a row that was measured and could not be mapped."""
-        if self.unmapped and self.scored:
+        if self.unmapped and self.scored and self.measured is not None:
             return 100.0
         if self.predicted is None or self.measured is None:
             return None
@@ -67,6 +70,7 @@ class RowResult:
             "unit": self.unit,
             "fits": self.fits,
             "scored": self.scored,
+            "taken": list(self.taken),
         }
 
 
@@ -108,12 +112,14 @@ def without(constants: Constants, stack: str) -> Constants:
 
 
 def _result(row: Row, constants: Constants) -> RowResult:
+    measurement = None
     try:
         measurement = measured(row)
-        prediction = predict(constants.applied(configuration(row)))
+        run = mapped(row)
+        prediction = predict(constants.applied(run.configuration))
         value = predicted(row, prediction)
     except Unmapped as reason:
-        return RowResult(row, unmapped=str(reason))
+        return RowResult(row, measured=measurement.value if measurement else None, unmapped=str(reason))
     unit = measurement.unit if measurement else "step_s"
     low, high = (seconds / prediction.step_seconds for seconds in prediction.interval)
     around = (value * low, value * high) if unit == "step_s" else (value / high, value / low)
@@ -126,6 +132,7 @@ def _result(row: Row, constants: Constants) -> RowResult:
         None if only_memory else around,
         prediction.logged_memory / GIB,
         prediction.may_fit,
+        taken=run.taken,
     )
 
 

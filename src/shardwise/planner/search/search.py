@@ -266,7 +266,7 @@ def world_of(cluster: Cluster) -> World:
         cluster.per_node,
         device.name,
         hosts=cluster.nodes,
-        float8=device.fp8,
+        float8=device.fp8 is not None,
         is_described=True,
     )
 
