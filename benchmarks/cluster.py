@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,24 +257,25 @@ def _rank(rounds: int) -> int:
         whole.fill_(1e-3), part.fill_(1e-3)
         for group in groups.values():
             run[operation](group)
-        times[operation] = [_round(run[operation], groups) for _ in range(rounds)]
+        times[operation] = [timed_round(run[operation], groups, groups["gloo"]) for _ in range(rounds)]
     if dist.get_rank() == 0:
         print(json.dumps(times))
     dist.destroy_process_group()
     return 0
 
 
-def _round(run: Any, groups: dict[str, Any]) -> dict[str, float]:
+def timed_round(run: Callable[[Any], object], contenders: Mapping[str, Any], control: Any) -> dict[str, float]:
+    """Seconds of the slowest rank for `run` of each contender in turn; the ranks meet in the group `control`."""
     import torch
     import torch.distributed as dist
 
     seconds = {}
-    for name, group in groups.items():
-        dist.barrier(groups["gloo"])
+    for name, contender in contenders.items():
+        dist.barrier(control)
         began = time.perf_counter()
-        run(group)
+        run(contender)
         spent = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-        dist.all_reduce(spent, dist.ReduceOp.MAX, group=groups["gloo"])
+        dist.all_reduce(spent, dist.ReduceOp.MAX, group=control)
         seconds[name] = spent.item()
     return seconds
 

@@ -4,12 +4,14 @@
 
 Four blocks of width 512 with 16 experts, of which a token takes 4. Shardwise runs twice: its ranks share the experts,
 or each gathers all of them (degree 1). transformers shares them by its `all_to_all`, the rest under FSDP2. Every rank
-has fewer tokens than the T* from which gathering would move less. DeepSpeed's AutoEP is not among the contenders: the
-package is not installed where this was written.
+has fewer tokens than the T* from which gathering would move less. DeepSpeed's AutoEP takes part where deepspeed 0.19 or
+later is installed (`DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`); a line says so where it does not.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +39,11 @@ NATIVE = Contender(
 WHOLE = Contender(
     "shardwise, degree 1", "benchmarks.contenders.shardwise_contender:shard_axis", "shardwise",
     "experts sharded with everything else, and gathered", ENGINE,
+)  # fmt: skip
+
+AUTOEP = Contender(
+    "DeepSpeed AutoEP", "benchmarks.experts_cpu:autoep", "deepspeed",
+    "autoep_size 4, preset qwen3_moe, ZeRO stage 2, CPU accelerator over Gloo",
 )  # fmt: skip
 
 
@@ -91,6 +98,35 @@ def native(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     return step
 
 
+def autoep(workload: Workload, directory: Path, rank: int, world: int) -> Step:
+    """DeepSpeed's expert parallelism, which replaces the mixtures of the model by its own."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=os.environ["LOCAL_WORLD_SIZE"])
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
+    config = {
+        "train_micro_batch_size_per_gpu": workload.batch // world,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": workload.learning_rate, "weight_decay": workload.weight_decay}},
+        "zero_optimization": {"stage": 2},
+        "expert_parallel": {"enabled": True, "autoep_size": world, "preset_model": "qwen3_moe"},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model.train(), model_parameters=parameter_groups(model, workload), config=config, dist_init_required=False
+    )
+    ids = token_ids(workload, 0).split(workload.batch // world)[rank]
+
+    def step() -> Tensor:
+        loss: Tensor = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
 def _optimizer(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
     """Fused AdamW; its kernel takes the tensors of one mesh, or plain ones, so each kind is a group of its own."""
     groups: dict[Any, dict[str, Any]] = {}
@@ -101,13 +137,21 @@ def _optimizer(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(groups.values()), lr=workload.learning_rate, fused=True)
 
 
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 AXIS = Axis(
-    "experts", {"expert_parallel_degree": RANKS}, (WHOLE, NATIVE), backend=ENGINE, reshard=True, save_model=save_model
+    "experts",
+    {"expert_parallel_degree": RANKS},
+    (WHOLE, NATIVE, AUTOEP) if HAS_DEEPSPEED else (WHOLE, NATIVE),
+    backend=ENGINE,
+    reshard=True,
+    save_model=save_model,
 )
 
 
 def main(arguments: Sequence[str] | None = None, axis: Axis = AXIS) -> int:
     """Run the benchmark; 1 when losses disagree or a contender did not run."""
+    if not HAS_DEEPSPEED:
+        print("DeepSpeed's AutoEP is left out: deepspeed is not installed")
     return parallelism_cpu.main(arguments, {axis.name: axis})
 
 

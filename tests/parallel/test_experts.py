@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from shardwise.collectives import experts as exchange_module
+from shardwise.collectives.experts import RowExchange
+from shardwise.kernels.experts import SortedExperts
 from shardwise.parallel.experts import SharedExperts
+from shardwise.parallel.layout import ExpertGroups
 from shardwise.testing.world import WorldPool
 
 EXPERTS, HIDDEN = 4, 6
@@ -59,10 +63,76 @@ def shared(routes: list[list[list[int]]]) -> tuple[list[Tensor], list[Tensor]]:
     experts.num_experts = local
     group = dist.group.WORLD
     assert group is not None
-    results = run_backward(
-        SharedExperts("experts", experts.forward, EXPERTS, group).run, *inputs_of(rank, routes[rank])
-    )
+    shared_experts = SharedExperts("experts", SortedExperts(experts, experts.forward), EXPERTS, ExpertGroups(group))
+    results = run_backward(shared_experts.run, *inputs_of(rank, routes[rank]))
     return results, [parameter.grad for parameter in experts.parameters()]
+
+
+# Experts of each of four ranks' tokens, three a token; two ranks are a host, and two experts a rank.
+OF_HOSTS = [
+    [[0, 1, 4], [7, 6, 5], [2, 0, 3]],
+    [[5, 4, 1]],
+    [],
+    [[0, 2, 1], [3, 3, 3]],
+]
+
+
+class ScaledRows(nn.Module):
+    """Experts that multiply by whole numbers, so that sums in any order have the same bits."""
+
+    def __init__(self, first: int, number: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(first + 1.0, first + number + 1.0, dtype=torch.float64))
+
+    def forward(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return rows * self.scale[experts[:, 0], None] * weights
+
+
+def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
+    """Share experts at once, then in two levels; return outputs and gradients of both, and rows sent between hosts."""
+    rank, everyone = dist.get_rank(), dist.group.WORLD
+    assert everyone is not None
+    local, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    cross, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    sent = 0
+
+    def counted(rows: Tensor, exchange: RowExchange) -> Tensor:
+        nonlocal sent
+        if exchange.group is cross and rows.shape[1] == HIDDEN:
+            sent += exchange.sent[1 - rank // 2]
+        return exchanged(rows, exchange)
+
+    exchanged, exchange_module._exchanged = exchange_module._exchanged, counted
+    answers = []
+    for groups in (ExpertGroups(everyone), ExpertGroups(everyone, local, cross)):
+        experts = ScaledRows(2 * rank, 2)
+        generator = torch.Generator().manual_seed(rank)
+        values = (
+            torch.randint(9, (len(routes[rank]), width), generator=generator).double().requires_grad_()
+            for width in (HIDDEN, 3)
+        )
+        index = torch.tensor(routes[rank], dtype=torch.int64).view(-1, 3)
+        hidden, weights = values
+        shared_experts = SharedExperts("experts", SortedExperts(experts, experts.forward), 8, groups)
+        assert experts.scale.grad is None
+        results = run_backward(shared_experts.run, hidden, index, weights)
+        answers.append(
+            [*results, *(parameter.grad for parameter in experts.parameters() if parameter.grad is not None)]
+        )
+    exchange_module._exchanged = exchanged
+    return answers, sent
+
+
+def test_a_token_crosses_once_to_a_host_and_gives_the_bits_of_one_exchange(world_pool: WorldPool) -> None:
+    answers = world_pool.run(4, by_hosts, OF_HOSTS)
+    for rank, ((at_once, in_two_levels), sent) in enumerate(answers):
+        assert len(at_once) == 4 and all(map(torch.equal, at_once, in_two_levels))
+        elsewhere = {0, 1, 2, 3} if rank >= 2 else {4, 5, 6, 7}
+        crossing = sum(bool(elsewhere & set(token)) for token in OF_HOSTS[rank])
+        peer = (rank + 2) % 4
+        here = {4, 5, 6, 7} if rank >= 2 else {0, 1, 2, 3}
+        returning = sum(bool(here & set(token)) for token in OF_HOSTS[peer])
+        assert sent == 2 * (crossing + returning), "there and back, forward and backward"
 
 
 @pytest.mark.parametrize("name", ROUTES)

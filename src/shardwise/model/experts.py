@@ -38,11 +38,13 @@ def computes_grouped(model: nn.Module) -> bool:
 
     The config says so to experts whose forward transformers has wrapped; others compute in their own way.
     """
-    return any(
-        hasattr(type(module).forward, "__wrapped__")
-        and getattr(getattr(module, "config", None), "_experts_implementation", None) == GROUPED
-        for _, module in _routed(model)
-    )
+    return any(is_grouped(module) for _, module in _routed(model))
+
+
+def is_grouped(experts: nn.Module) -> bool:
+    """Return True if the forward of `experts`, as transformers has it, takes grouped products."""
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return hasattr(type(experts).forward, "__wrapped__") and implementation == GROUPED
 
 
 def expert_matrices(model: nn.Module) -> tuple[str, ...]:

@@ -240,10 +240,10 @@ class ModelBuilder:
         return [UnitUse(modules, plan.degrees[Axis.PIPELINE] == 1) for modules in roots.values()]
 
     def _unsharded(self, plan: Plan, tensor_map: TensorMap) -> list[str]:
-        """Return the trainable parameters that FSDP2 has not taken, in one order on all ranks."""
+        """Return the trainable parameters that several ranks hold without FSDP2, in one order on all ranks."""
         if not plan.needs_fsdp:
             return []
-        entries = (entry for entry in tensor_map if not isinstance(entry.parameter, DTensor))
+        entries = (entry for entry in tensor_map if not isinstance(entry.parameter, DTensor) and entry.replication > 1)
         return [entry.name for entry in entries if entry.parameter.requires_grad and entry.parameter.numel()]
 
     def _part(self, index: int) -> ModelPart:

@@ -1,16 +1,18 @@
 """Dispatch and combine of experts that ranks share: each token travels to the ranks of its experts and back.
 
-The experts' own forward runs unchanged, on the rows that arrived, each for one expert of this rank with weight 1. The
-routing weights are applied where the token came from, so that the router's gradient is whole there. Rows are sorted by
-expert once. No token is dropped, and one exchange of counts goes ahead of the rows (GShard's dispatch and combine,
-arXiv 2006.16668, section 3.2, without a capacity).
+Rows that arrived are computed by expert, each with weight 1. The routing weights are applied where the token came from,
+so that the router's gradient is whole there. No token is dropped, and one exchange of counts goes ahead of the rows
+(GShard's dispatch and combine, arXiv 2006.16668, section 3.2, without a capacity).
+
+Between hosts a token goes once to each host that has some of its experts, with their numbers and weights, to the rank
+of its sender's local index. The ranks of that host then share the experts among themselves, as on one host, and what
+comes back is the sum of that host's experts. So the network carries a token once a host and not once an expert.
 
 Tensor ranks hold the same tokens, and each sends a part of them. With sequence parallelism they hold parts already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,31 +22,33 @@ from torch import Tensor
 from shardwise.collectives.experts import RowExchange, exchange_counts
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import SequenceRows, gather_whole_sequence, scatter_sequence
+from shardwise.kernels.experts import SortedExperts, gather_rows, permute_rows, sum_rows
+from shardwise.parallel.layout import ExpertGroups
 
-ExpertForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+FAKE = "fake"  # the backend of a dry run
 
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """The experts of one layer, shared among the ranks of `group`.
+    """The experts of one layer, shared among the ranks of `groups`.
 
     Attributes:
         name: of the module, for messages.
-        forward: of this rank's experts: (hidden states [R, H], expert of this rank [R, 1], weights [R, 1]) -> [R, H].
+        experts: this rank's.
         number: experts of all ranks.
-        group: the ranks, in the order of their experts.
+        groups: the ranks.
         tensor: the tensor ranks that hold the same tokens; None where each rank has its own.
     """
 
     name: str
-    forward: ExpertForward
+    experts: SortedExperts
     number: int
-    group: dist.ProcessGroup
+    groups: ExpertGroups
     tensor: dist.ProcessGroup | None = None
 
     @torch.compiler.disable
     def run(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts. Collective over `group`, and over `tensor`.
+        """Return the weighted sum of each token's experts. Collective over `groups`, and over `tensor`.
 
         Args:
             hidden_states: [T, H].
@@ -60,46 +64,90 @@ class SharedExperts:
 
     def _run_own(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Run the experts of tokens that no other rank has."""
+        groups = self.groups
+        if groups.cross is None or groups.local is None or dist.get_backend(groups.all) == FAKE:
+            return self._run_among(groups.all, self.number, hidden_states, experts, weights)
+        return self._run_by_host(groups.cross, groups.local, hidden_states, experts, weights)
+
+    # --- between hosts
+
+    def _run_by_host(
+        self,
+        cross: dist.ProcessGroup,
+        local: dist.ProcessGroup,
+        hidden_states: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        """Send each token once to every host that has some of its experts; that host's ranks share them."""
+        hosts, of_host = cross.size(), self.number // cross.size()
+        host_of = experts // of_host
+        goes = torch.zeros(hosts, len(experts), dtype=torch.bool, device=experts.device)
+        goes.scatter_(0, host_of.T, True)
+        host, token = goes.nonzero(as_tuple=True)
+        is_there = host_of[token] == host[:, None]
+        numbers = torch.where(is_there, experts[token] - of_host * host[:, None], of_host)  # `of_host`: elsewhere
+        exchange, _ = self._exchange(cross, goes.sum(1))
+        sums = self._run_among(
+            local,
+            of_host,
+            exchange.run(gather_rows(hidden_states, token)),
+            exchange.run(numbers),
+            exchange.run(gather_rows(weights, token) * is_there),
+        )
+        return sum_rows(exchange.reversed.run(sums), token, len(hidden_states))
+
+    # --- at once
+
+    def _run_among(
+        self, group: dist.ProcessGroup, number: int, hidden_states: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Run those of the `number` experts of `group` that tokens go to; `number` itself stands for none of them."""
         order = experts.flatten().argsort(stable=True)
-        exchange, counts = self._exchange(experts)
-        received = exchange.run(hidden_states[order // experts.shape[1]])
+        if dist.get_backend(group) == FAKE:
+            exchange, counts = self._even_exchange(experts)
+        else:
+            exchange, counts = self._exchange(group, torch.bincount(experts.flatten(), minlength=number)[:number])
+        order = order[: sum(exchange.sent)]
+        token = order // experts.shape[1]
+        received = exchange.run(gather_rows(hidden_states, token))
         returned = exchange.reversed.run(self._compute(received, counts))
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        outputs = returned[place].view(*experts.shape, returned.shape[1])
-        return (outputs * weights[..., None]).sum(1).to(hidden_states.dtype)
+        return sum_rows(returned, token, len(hidden_states), weights.flatten()[order])
 
-    def _exchange(self, experts: Tensor) -> tuple[RowExchange, Tensor]:
-        """Return the exchange of the sorted rows, and [ranks, experts of this rank] rows that each rank sends."""
-        name = CollectiveName(self.name, group_name(self.group), "all_to_all_single")
-        if dist.get_backend(self.group) == "fake":
-            return self._even_exchange(experts.numel(), name, experts.device)
-        counts = torch.bincount(experts.flatten(), minlength=self.number)
-        received = exchange_counts(counts, self.group, name)
-        sent = counts.view(self.group.size(), -1).sum(1).tolist()
-        return RowExchange(self.group, name, sent, received.sum(1).tolist()), received
+    def _exchange(self, group: dist.ProcessGroup, counts: Tensor) -> tuple[RowExchange, Tensor]:
+        """Return the exchange of sorted rows, and the [ranks, n] that each rank sends, of `counts` [ranks * n] here."""
+        name = CollectiveName(self.name, group_name(group), "all_to_all_single")
+        received = exchange_counts(counts, group, name)
+        sent = counts.view(group.size(), -1).sum(1)
+        sizes = torch.stack([sent, received.sum(1)]).tolist()  # the host waits for the device once
+        return RowExchange(group, name, *sizes), received
 
-    def _even_exchange(self, rows: int, name: CollectiveName, device: torch.device) -> tuple[RowExchange, Tensor]:
+    def _even_exchange(self, experts: Tensor) -> tuple[RowExchange, Tensor]:
         """Return the exchange of a dry run, which knows no routes: each expert gets as many rows."""
-        ranks = self.group.size()
+        group, rows = self.groups.all, experts.numel()
+        ranks = group.size()
         sizes = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
-        counts = torch.full((ranks, self.number // ranks), rows // self.number, device=device)
-        return RowExchange(self.group, name, sizes, sizes), counts
+        counts = torch.full((ranks, self.number // ranks), rows // self.number, device=experts.device)
+        name = CollectiveName(self.name, group_name(group), "all_to_all_single")
+        return RowExchange(group, name, sizes, sizes), counts
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs [R, H] of this rank's experts for `rows`, which come rank by rank, expert by expert.
 
         Without a row a blank one is computed: the experts then have gradients, of zeros, and backward reaches the
         exchange on this rank too.
+
+        Args:
+            rows: [R, H].
+            counts: [ranks, experts of this rank].
         """
         ranks, local = counts.shape
-        numbers = (
-            torch.arange(local, device=rows.device)
-            .repeat(ranks)
-            .repeat_interleave(counts.flatten(), output_size=len(rows))
-        )
-        received = len(rows)
-        if not received:
-            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-            numbers = numbers.new_zeros(1)
-        return self.forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))[:received]
+        if not len(rows):
+            blank = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+            return self.experts(blank, (torch.arange(local, device=rows.device) == 0).to(counts.dtype))[:0]
+        numbers = torch.arange(local, device=rows.device).repeat(ranks)
+        order = numbers.repeat_interleave(counts.flatten(), output_size=len(rows)).argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        outputs = self.experts(permute_rows(rows, order, inverse), counts.sum(0))
+        return permute_rows(outputs, inverse, order)

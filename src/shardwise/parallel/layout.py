@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import ConfigError, require_type
 from shardwise.job.axes import (
@@ -223,6 +223,19 @@ class Layout:
         return DeviceMesh.from_group(groups, self.device_type, mesh, mesh_dim_names=("replica", "shard"))
 
 
+class ExpertGroups(NamedTuple):
+    """The ranks that share experts, in the order of their experts.
+
+    Attributes:
+        all: every one of them.
+        local, cross: those on this host, and those of this local index on all hosts; None where `all` share at once.
+    """
+
+    all: ProcessGroup
+    local: ProcessGroup | None = None
+    cross: ProcessGroup | None = None
+
+
 @dataclass(frozen=True)
 class ExpertView:
     """The data ranks of one tensor rank and stage as expert-replica x expert-shard x expert, the last varying fastest.
@@ -260,6 +273,25 @@ class ExpertView:
         """Return the ranks that share the experts, in the order of the experts. Collective, as `Layout.group`."""
         return self._group("expert", 1, self.degree)
 
+    def groups(self) -> ExpertGroups:
+        """Return the same ranks, with their two levels where they are on several hosts, equally many on each.
+
+        Collective, as `Layout.group`.
+        """
+        hosts = [self._by_host(rank) for rank in range(self.layout.world_size)]
+        if any(len(members) == 1 or len(set(map(len, members))) > 1 for members in hosts):
+            return ExpertGroups(self.group())
+
+        def local(rank: int) -> tuple[int, ...]:
+            return next(host for host in hosts[rank] if rank in host)
+
+        def cross(rank: int) -> tuple[int, ...]:
+            index = local(rank).index(rank)
+            return tuple(host[index] for host in hosts[rank])
+
+        of = self.layout.group_of
+        return ExpertGroups(self.group(), of(("expert local",), local), of(("expert cross",), cross))
+
     def mesh(self) -> DeviceMesh:
         """Return FSDP2's mesh of the ranks that hold the same experts: over shards, or (replica, shard)."""
         import torch
@@ -278,13 +310,19 @@ class ExpertView:
     def _group(self, name: str, stride: int, size: int) -> ProcessGroup:
         """Return the group of `size` data ranks that lie `stride` apart."""
 
-        def members_of(rank: int) -> tuple[int, ...]:
-            members = self.layout.ranks(*data_axes(), of=rank)
-            place = members.index(rank)
-            first = place - place // stride % size * stride
-            return members[first : first + stride * size : stride]
+        return self.layout.group_of((name,), lambda rank: self._members(rank, stride, size))
 
-        return self.layout.group_of((name,), members_of)
+    def _members(self, rank: int, stride: int, size: int) -> tuple[int, ...]:
+        members = self.layout.ranks(*data_axes(), of=rank)
+        place = members.index(rank)
+        first = place - place // stride % size * stride
+        return members[first : first + stride * size : stride]
+
+    def _by_host(self, rank: int) -> list[tuple[int, ...]]:
+        """Return the ranks that share the experts with `rank`, by host."""
+        members = self._members(rank, 1, self.degree)
+        by_host = itertools.groupby(members, lambda member: member // self.layout.local_size)
+        return [tuple(host) for _, host in by_host]
 
 
 def refuse_unknown_axes(degrees: Mapping[Axis, int]) -> None:

@@ -72,6 +72,12 @@ SMP: list[Case] = [
     ("model.moe_load_balancing", "aux_loss", {"model.moe": True}, NoEffect("experts are the model's own")),
     ("model.moe_load_balancing", "none", {"model.moe": True, **SMP_MODEL}, {"router.balancing_loss": "none"}),
     ("model.moe_load_balancing", "balanced", {"model.moe": True, **SMP_MODEL}, Refusal("use aux_loss")),
+    ("model.moe_load_balancing", "aux_loss", {"model.moe": True, **SMP_MODEL}, Refusal("model.num_experts_per_tok")),
+    (
+        "model.moe_load_balancing", "sinkhorn",
+        {"model.moe": True, "model.num_hidden_layers": 32, "model.num_experts_per_tok": 2, **SMP_MODEL},
+        {"router.balancing_loss": "layer", "router.balancing_coefficient": 0.016, "router.z_loss": 0.032},
+    ),
     ("model.grad_clip", 0, {}, {"optimizer.clip_norm": None}),
     ("model.optim.sched.min_lr", 1e-5, {"model.optim.lr": 1e-4}, {"optimizer.final_learning_rate_ratio": 0.1}),
     ("model.optim.sched.min_lr", 1e-3, {"model.optim.lr": 1e-4}, Refusal("at most model.optim.lr=0.0001")),

@@ -182,10 +182,17 @@ def _balancing(value: str, values: Values) -> Mapped:
         return {"router.balancing_loss": "none"}
     if value == "balanced":
         return Refusal("experts are chosen by what the router learns; use aux_loss")
+    layers = values.get("model.num_hidden_layers") or values.get("model.num_layers")
+    chosen = values.get("model.num_experts_per_tok")
+    if not (layers and chosen):
+        return Refusal(
+            "the adapter adds up the losses of all layers, of choices divided by a token's experts; give "
+            "model.num_hidden_layers and model.num_experts_per_tok, or use none and keys of router"
+        )
     return {
         "router.balancing_loss": "layer",
-        "router.balancing_coefficient": ROUTER_COEFFICIENT,
-        "router.z_loss": ROUTER_COEFFICIENT,
+        "router.balancing_coefficient": round(ROUTER_COEFFICIENT * layers / chosen, 12),
+        "router.z_loss": round(ROUTER_COEFFICIENT * layers, 12),
     }
 
 
@@ -449,7 +456,8 @@ SMP_KEYS = (
               _flag("pictures are not read", "set false, or bring the model as model.factory")),
     RecipeKey("model.moe_load_balancing", ("sinkhorn", "balanced", "aux_loss", "none"),
               "the model's own router chooses; for sinkhorn and aux_loss a balancing loss over the step and a z-loss "
-              f"keep use even, each times the adapter's {ROUTER_COEFFICIENT}", _balancing, "router.balancing_loss"),
+              f"keep use even, each the adapter's: {ROUTER_COEFFICIENT} times the sum of the layers' own", _balancing,
+              "router.balancing_loss"),
     without_effect("model.global_token_shuffle", bool, "the balancing loss counts the tokens of all ranks"),
     without_effect("model.moe_all_to_all_dispatcher", bool, "tokens always travel by all-to-all"),
     # model: where weights come from, adapters

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.job.axes import Axis
+from shardwise.kernels.experts import SortedExperts
 from shardwise.model.experts import NUMBER
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
@@ -42,7 +43,8 @@ def _share_experts(stage: StageBuilder, name: str, number: int, inputs: BuildInp
     splits = keep_own_experts(module, name, number, layout.experts.degree, layout.experts.expert)
     same_tokens = plan.degrees[Axis.TENSOR] > 1 and not plan.sequence_parallel
     tensor = layout.group(Axis.TENSOR) if same_tokens else None
-    module.forward = SharedExperts(name, module.forward, number, layout.experts.group(), tensor).run
+    own = SortedExperts(module, module.forward)
+    module.forward = SharedExperts(name, own, number, layout.experts.groups(), tensor).run
     return splits
 
 

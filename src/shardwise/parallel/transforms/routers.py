@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.job.axes import Axis
+from shardwise.kernels.experts import ExpertForward
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
-from shardwise.parallel.experts import ExpertForward
 from shardwise.parallel.local_balancing import LocalBalancing
 from shardwise.parallel.routers import ExpertRouters
 from shardwise.plan.plan import Plan

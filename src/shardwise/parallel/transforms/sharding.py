@@ -78,7 +78,8 @@ def shard_model(
         layout: where this rank stands.
         cast_arguments: positions and names of the blocks' arguments that are cast to the compute dtype; unset: all.
         keeps_tensors: whether blocks may keep tensors on themselves that backward goes through.
-        experts: modules in the blocks that ranks share; units of their own, over the ranks that hold the same experts.
+        experts: modules in the blocks that ranks share; units of their own, over the ranks that hold the same experts,
+            where there are several.
     """
     clear_placement_cache()
     keep = plan.holds_whole or not plan.job.parallel.reshard_after_forward
@@ -90,10 +91,13 @@ def shard_model(
         "offload_policy": _offload(plan),
         "ignored_params": set(_unsharded(model)),
     }
-    for stack in experts:
-        # What the router gives keeps its dtype, as where the experts are no unit of their own.
-        own = replace(mixed, cast_forward_inputs=False)
-        fully_shard(stack, mesh=layout.experts.mesh(), reshard_after_forward=not keep, mp_policy=own, **shard)
+    if _are_left_alone(plan, layout):
+        shard["ignored_params"] |= {parameter for stack in experts for parameter in stack.parameters()}
+    else:
+        for stack in experts:
+            # What the router gives keeps its dtype, as where the experts are no unit of their own.
+            own = replace(mixed, cast_forward_inputs=False)
+            fully_shard(stack, mesh=layout.experts.mesh(), reshard_after_forward=not keep, mp_policy=own, **shard)
     shard["mesh"] = layout.shard_mesh()
     for index, group in enumerate(groups):
         unit = group if len(group) > 1 else group[0]
@@ -120,6 +124,12 @@ def shard_model(
     if _overlaps(plan):
         overlap(modules)
     return modules
+
+
+def _are_left_alone(plan: Plan, layout: Layout) -> bool:
+    """Return True if no other rank holds this rank's experts, in their own dtype: a unit would only copy gradients."""
+    is_alone = layout.experts.shards == layout.experts.replicas == 1 == layout.size(Axis.TENSOR)
+    return is_alone and plan.dtypes.compute == plan.dtypes.parameters and not plan.job.memory.offload_parameters
 
 
 def _unsharded(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -16,9 +16,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis
+from shardwise.kernels.experts import ExpertForward, SortedExperts
 from shardwise.model.experts import indivisible
 from shardwise.model.facts import ModelFacts
-from shardwise.parallel.experts import ExpertForward, SharedExperts
+from shardwise.parallel.experts import SharedExperts
+from shardwise.parallel.layout import ExpertGroups
 from shardwise.parallel.tensor_map import ParameterSplit
 from shardwise.parallel.transforms.expert import keep_own_experts
 from shardwise.smp.v2.expert_ranks import SHARED, ExpertRanks
@@ -47,8 +49,8 @@ def share_experts(model: nn.Module, facts: ModelFacts, ranks: ExpertRanks) -> di
     for name, number in facts.expert_stacks.items():
         stack: Any = model.get_submodule(name)
         splits |= keep_own_experts(stack, name, number, ranks.degree, ranks.index())
-        averaged = _with_scaled_gradients(stack.forward, factor)
-        stack.forward = SharedExperts(name, averaged, number, ranks.sharing(), tensor).run
+        own = SortedExperts(stack, _with_scaled_gradients(stack.forward, factor))
+        stack.forward = SharedExperts(name, own, number, ExpertGroups(ranks.sharing()), tensor).run
         vars(stack)[SHARED] = ranks
     return splits
 

@@ -1,0 +1,164 @@
+"""The exchange of shared experts between four hosts: two levels over the engine, beside a flat one over Gloo.
+
+    python -m benchmarks.experts_cluster --json result.json          # as root
+
+The hosts are those of `benchmarks.cluster`: eight ranks, two a host, links of 1 Gbit/s. Each rank has 1,024 tokens of
+1,024 features in fp32, each for 4 of 16 experts at random, two experts a rank. An exchange sends the tokens to their
+experts and their outputs back; the experts themselves return what they get. Both contenders run `SharedExperts`, take
+turns, and have to agree bit for bit: all numbers are whole.
+
+The link limit is what has to go through the fullest host's link at 1 Gbit/s, a token once to each host, there and back,
+with nothing off for headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the package importable, here and in the workers
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cluster import HOSTS, LOCAL_RANKS, RATE, cluster, obstacle, outputs, timed_round
+from benchmarks.record import header, write_json
+
+TOKENS, WIDTH = 1024, 1024
+EXPERTS, CHOSEN = 16, 4
+ROUNDS = 7
+ELEMENT = 4  # bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the numbers")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"exchanges of each (default {ROUNDS})")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of a rank (default {TOKENS})")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.rank:
+        return _rank(options.rounds, options.tokens)
+    problem = obstacle()
+    if problem:
+        print(f"no cluster here: {problem}")
+        return 2
+    from shardwise.collectives import engine
+
+    engine.build()
+    row = measure(options.rounds, options.tokens)
+    print(
+        f"{options.tokens} tokens a rank: two levels {row['seconds']['shardwise'] * 1e3:.1f} ms, "
+        f"flat over Gloo {row['seconds']['gloo'] * 1e3:.1f} ms, {row['ratio_to_gloo']:.2f} x, "
+        f"{row['share_of_link_limit']:.3f} of the link; rows between hosts {row['rows']['once a host']} and "
+        f"{row['rows']['once an expert']}"
+    )
+    if options.json:
+        write_json(options.json, header(("torch", "shardwise")) | {"rows": [row]})
+    return 0
+
+
+def measure(rounds: int = ROUNDS, tokens: int = TOKENS) -> dict[str, Any]:
+    """The seconds of both, and what they are of the link's.
+
+    Raises:
+        ClusterError: there can be no cluster here, or the two disagree.
+    """
+    root = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "benchmarks.experts_cluster", "--rank"]
+    command += ["--rounds", str(rounds), "--tokens", str(tokens)]
+    with cluster() as made:
+        texts = outputs(made.start_ranks(command, {"PYTHONPATH": path}), timeout=300)
+    times = json.loads(texts[0].splitlines()[-1])
+    seconds = {name: statistics.median(each[name] for each in times) for name in ("shardwise", "gloo")}
+    rows, busiest = crossing_rows(tokens)
+    return {
+        "tokens": tokens,
+        "hosts": HOSTS,
+        "ranks": HOSTS * LOCAL_RANKS,
+        "seconds": seconds,
+        "ratio_to_gloo": statistics.median(each["gloo"] / each["shardwise"] for each in times),
+        "share_of_link_limit": busiest * WIDTH * ELEMENT * 8 / RATE / seconds["shardwise"],
+        "rows": rows,
+    }
+
+
+def chosen_experts(rank: int, tokens: int) -> Any:
+    """Return the experts of a rank's tokens, [T, k]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    return torch.rand(tokens, EXPERTS, generator=generator).topk(CHOSEN).indices
+
+
+def crossing_rows(tokens: int) -> tuple[dict[str, int], int]:
+    """Return the rows between hosts on the way there, and the most that one host's link carries there and back."""
+    import torch
+
+    once, each = torch.zeros(HOSTS, HOSTS, dtype=torch.int64), 0
+    for rank in range(HOSTS * LOCAL_RANKS):
+        host = rank // LOCAL_RANKS
+        hosts = chosen_experts(rank, tokens) // (EXPERTS // HOSTS)
+        each += int((hosts != host).sum())
+        once[host] += torch.stack([(hosts == other).any(1).sum() for other in range(HOSTS)])
+    once.fill_diagonal_(0)
+    there = torch.maximum(once.sum(0), once.sum(1)).max()  # links are as quick both ways at once
+    return {"once a host": int(once.sum()), "once an expert": each}, 2 * int(there)
+
+
+# --- on each rank
+
+
+def _rank(rounds: int, tokens: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from shardwise.collectives import registration
+
+    registration.register()
+    dist.init_process_group("gloo")
+    gloo = dist.group.WORLD
+    runs = _contenders(tokens)
+    with torch.no_grad():
+        first, second = (run() for run in runs.values())
+        if not torch.equal(first, second):
+            raise RuntimeError("two levels and one exchange disagree")
+        times = [timed_round(lambda run: run(), runs, gloo) for _ in range(rounds)]
+    if dist.get_rank() == 0:
+        print(json.dumps(times))
+    dist.destroy_process_group()
+    return 0
+
+
+def _contenders(tokens: int) -> dict[str, Callable[[], Any]]:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from shardwise.kernels.experts import SortedExperts
+    from shardwise.parallel.experts import SharedExperts
+    from shardwise.parallel.layout import ExpertGroups
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hosts = [list(range(first, first + LOCAL_RANKS)) for first in range(0, size, LOCAL_RANKS)]
+    everyone = dist.new_group(backend="shardwise")
+    local, _ = dist.new_subgroups_by_enumeration(hosts, backend="shardwise")
+    cross, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*hosts)], backend="shardwise")
+    groups = {"shardwise": ExpertGroups(everyone, local, cross), "gloo": ExpertGroups(dist.group.WORLD)}
+    experts = SortedExperts(nn.Module(), lambda rows, numbers, weights: rows)
+    generator = torch.Generator().manual_seed(100 + rank)
+    hidden = torch.randint(9, (tokens, WIDTH), generator=generator).float()
+    weights = torch.randint(1, 9, (tokens, CHOSEN), generator=generator).float()
+    chosen = chosen_experts(rank, tokens)
+    shared = {name: SharedExperts("experts", experts, EXPERTS, among) for name, among in groups.items()}
+    return {name: lambda one=one: one.run(hidden, chosen, weights) for name, one in shared.items()}  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

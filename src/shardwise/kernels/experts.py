@@ -1,0 +1,163 @@
+"""Experts computed on rows that are sorted by expert, and the rows' way from tokens and back.
+
+transformers' experts take tokens with the numbers and weights of their experts: they copy, sort, weight and sum. Rows
+that have travelled to their experts are copies already and have no weight there, so that most of this is left out. The
+first kernel of `KERNELS` that serves a stack computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.model.experts import is_grouped
+
+ExpertForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # of transformers: hidden states, numbers, weights
+GROUPED_CAPABILITY = (8, 0)  # of a GPU, from which on torch has grouped products
+
+
+@dataclass(frozen=True)
+class SortedExperts:
+    """A stack of experts, called with rows that are sorted by expert.
+
+    Attributes:
+        stack: the module, with its experts of this rank.
+        forward: its own, as it was before anything was put around it.
+    """
+
+    stack: nn.Module
+    forward: ExpertForward
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the outputs [R, H] of `rows` [R, H], of which each expert has `counts` [experts]; R > 0."""
+        kernel = next(kernel for kernel in KERNELS if kernel.serves(self, rows))
+        return kernel.compute(self, rows, counts)
+
+
+class ExpertKernel(NamedTuple):
+    """A way to compute a stack of experts on sorted rows."""
+
+    name: str
+    serves: Callable[[SortedExperts, Tensor], bool]
+    compute: Callable[[SortedExperts, Tensor, Tensor], Tensor]
+
+
+def _serves_grouped(experts: SortedExperts, rows: Tensor) -> bool:
+    """Return True where the stack's own forward would take grouped products, and torch has them."""
+    own = getattr(experts.forward, "__self__", None) is experts.stack
+    has_products = not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= GROUPED_CAPABILITY
+    return own and is_grouped(experts.stack) and has_products
+
+
+def _grouped(experts: SortedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    """Compute all experts at once, by a product of groups of rows for each of their layers."""
+    stack: Any = experts.stack
+    ends = counts.cumsum(0).to(torch.int32)
+
+    def linear(values: Tensor, name: str) -> Tensor:
+        weight = getattr(stack, name)
+        weight = weight if stack.is_transposed else weight.transpose(-2, -1)
+        product: Tensor = F.grouped_mm(values.to(weight.dtype), weight, offs=ends)
+        if not stack.has_bias:
+            return product
+        return product + getattr(stack, f"{name}_bias").repeat_interleave(counts, 0, output_size=len(values))
+
+    inner = stack._apply_gate(linear(rows, "gate_up_proj")) if stack.has_gate else stack.act_fn(linear(rows, "up_proj"))
+    outputs = linear(inner, "down_proj")
+    if getattr(stack, "has_post_expert_norm", False):  # transformers 5.24 has it, 5.17 has not
+        outputs = stack.post_expert_norm(outputs)
+    return outputs.to(rows.dtype)
+
+
+def _by_own_forward(experts: SortedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    numbers = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+    return experts.forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+
+
+KERNELS = (
+    ExpertKernel("grouped products", _serves_grouped, _grouped),
+    ExpertKernel("the stack's own forward", lambda experts, rows: True, _by_own_forward),
+)
+
+
+# ---- rows of tokens
+
+
+def gather_rows(values: Tensor, places: Tensor) -> Tensor:
+    """Return row `places` [R] of `values` [T, H]; its gradient sums in fp32 or wider, in one order."""
+    rows: Tensor = _GatheredRows.apply(values, places)
+    return rows
+
+
+def permute_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return `rows` in another order, of which `inverse` is the way back; its gradient is a copy too."""
+    permuted: Tensor = _PermutedRows.apply(rows, order, inverse)
+    return permuted
+
+
+def sum_rows(rows: Tensor, places: Tensor, number: int, weights: Tensor | None = None) -> Tensor:
+    """Return [number, H], in which each of `rows` [R, H] is added to row `places` [R], times its weight if it has one.
+
+    Sums are made in the order of the rows, in fp32 or wider.
+    """
+    total: Tensor = _SummedRows.apply(rows, places, number, weights)
+    return total
+
+
+def _sum(rows: Tensor, places: Tensor, number: int) -> Tensor:
+    total = rows.new_zeros(number, rows.shape[1])
+    if rows.is_cuda:  # index_add_ sums in any order there
+        return total.index_put_((places,), rows, accumulate=True)
+    return total.index_add_(0, places, rows)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.number = len(values)
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,), gradient = ctx.saved_tensors, gradients[0]
+        return _sum(_wide(gradient), places, ctx.number).to(gradient.dtype), None
+
+
+class _PermutedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _SummedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, number: int, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(places, *(() if weights is None else (rows, weights)))
+        ctx.dtype = rows.dtype
+        weighted = _wide(rows) if weights is None else _wide(rows) * weights[:, None]
+        return _sum(weighted, places, number).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
+        places, *weighting = ctx.saved_tensors
+        gradient = gradients[0].index_select(0, places)
+        if not weighting:
+            return gradient, None, None, None
+        rows, weights = weighting
+        of_weights = torch.linalg.vecdot(_wide(rows), _wide(gradient)).to(weights.dtype)
+        return (_wide(gradient) * weights[:, None]).to(ctx.dtype), None, None, of_weights
