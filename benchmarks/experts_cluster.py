@@ -143,14 +143,14 @@ def _contenders(tokens: int) -> dict[str, Callable[[], Any]]:
 
     from shardwise.kernels.experts import SortedExperts
     from shardwise.parallel.experts import SharedExperts
-    from shardwise.parallel.layout import ExpertGroups
+    from shardwise.parallel.layout import ExpertLevels
 
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts = [list(range(first, first + LOCAL_RANKS)) for first in range(0, size, LOCAL_RANKS)]
     everyone = dist.new_group(backend="shardwise")
     local, _ = dist.new_subgroups_by_enumeration(hosts, backend="shardwise")
     cross, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*hosts)], backend="shardwise")
-    groups = {"shardwise": ExpertGroups(everyone, local, cross), "gloo": ExpertGroups(dist.group.WORLD)}
+    groups = {"shardwise": ExpertLevels(everyone, local, cross), "gloo": ExpertLevels(dist.group.WORLD)}
     experts = SortedExperts(nn.Module(), lambda rows, numbers, weights: rows)
     generator = torch.Generator().manual_seed(100 + rank)
     hidden = torch.randint(9, (tokens, WIDTH), generator=generator).float()

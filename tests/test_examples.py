@@ -106,7 +106,7 @@ def test_experts_are_evenly_used_at_the_end(world_pool: WorldPool, tmp_path: Pat
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     loads = [record["expert_load"] for record in records if "expert_load" in record]
     assert loads[-1] < 1.5 and sum(loads[-10:]) / 10 < 1.5 < max(loads)
-    assert f"at the end {loads[-1]:.2f}" in (tmp_path / "run" / "report.html").read_text()
+    assert f"at the end {loads[-1]:.2f}, and 0% of the experts" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_chat(world_pool: WorldPool, tmp_path: Path) -> None:

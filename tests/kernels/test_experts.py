@@ -12,7 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from shardwise.kernels import experts as kernels
-from shardwise.kernels.experts import SortedExperts, gather_rows, permute_rows, sum_rows
+from shardwise.kernels.experts import SortedExperts, permute_rows, select_rows, sum_rows
 
 COUNTS = [3, 0, 5, 1]
 
@@ -58,7 +58,7 @@ def test_gradients_of_rows() -> None:
 
     places, order = torch.tensor([2, 0, 2, 2, 1]), torch.tensor([3, 0, 4, 1, 2])
     check = torch.autograd.gradcheck
-    assert check(lambda values: gather_rows(values, places), random(4, 3))
+    assert check(lambda values: select_rows(values, places), random(4, 3))
     assert check(lambda rows: permute_rows(rows, order, order.argsort()), random(5, 3))
     assert check(lambda rows: sum_rows(rows, places, 4), random(5, 3))
     assert check(lambda rows, weights: sum_rows(rows, places, 4, weights), (random(5, 3), random(5)))

@@ -15,7 +15,7 @@ from shardwise.collectives import experts as exchange_module
 from shardwise.collectives.experts import RowExchange
 from shardwise.kernels.experts import SortedExperts
 from shardwise.parallel.experts import SharedExperts
-from shardwise.parallel.layout import ExpertGroups
+from shardwise.parallel.layout import ExpertLevels
 from shardwise.testing.world import WorldPool
 
 EXPERTS, HIDDEN = 4, 6
@@ -63,7 +63,7 @@ def shared(routes: list[list[list[int]]]) -> tuple[list[Tensor], list[Tensor]]:
     experts.num_experts = local
     group = dist.group.WORLD
     assert group is not None
-    shared_experts = SharedExperts("experts", SortedExperts(experts, experts.forward), EXPERTS, ExpertGroups(group))
+    shared_experts = SharedExperts("experts", SortedExperts(experts, experts.forward), EXPERTS, ExpertLevels(group))
     results = run_backward(shared_experts.run, *inputs_of(rank, routes[rank]))
     return results, [parameter.grad for parameter in experts.parameters()]
 
@@ -104,7 +104,7 @@ def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
 
     exchanged, exchange_module._exchanged = exchange_module._exchanged, counted
     answers = []
-    for groups in (ExpertGroups(everyone), ExpertGroups(everyone, local, cross)):
+    for groups in (ExpertLevels(everyone), ExpertLevels(everyone, local, cross)):
         experts = ScaledRows(2 * rank, 2)
         generator = torch.Generator().manual_seed(rank)
         values = (

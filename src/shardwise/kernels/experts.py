@@ -88,9 +88,9 @@ KERNELS = (
 # ---- rows of tokens
 
 
-def gather_rows(values: Tensor, places: Tensor) -> Tensor:
+def select_rows(values: Tensor, places: Tensor) -> Tensor:
     """Return row `places` [R] of `values` [T, H]; its gradient sums in fp32 or wider, in one order."""
-    rows: Tensor = _GatheredRows.apply(values, places)
+    rows: Tensor = _SelectedRows.apply(values, places)
     return rows
 
 
@@ -120,7 +120,7 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-class _GatheredRows(torch.autograd.Function):
+class _SelectedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)

@@ -207,7 +207,9 @@ def expert_chart(steps: Sequence[Record]) -> Chart | None:
     if not x:
         return None
     figure = _line("most used over mean", "expert load", x, load, "c5")
-    return Chart("experts", "Load of experts", f"1 is even; at the end {load[-1]:.2f}.", figure)
+    _, idle = _series(steps, "idle_experts")
+    unused = f", and {idle[-1]:.0%} of the experts get no row" if idle else ""
+    return Chart("experts", "Load of experts", f"1 is even; at the end {load[-1]:.2f}{unused}.", figure)
 
 
 def _line(y_title: str, name: str, x: list[int], y: list[Number], colour: str) -> go.Figure:

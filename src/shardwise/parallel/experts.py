@@ -22,33 +22,33 @@ from torch import Tensor
 from shardwise.collectives.experts import RowExchange, exchange_counts
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import SequenceRows, gather_whole_sequence, scatter_sequence
-from shardwise.kernels.experts import SortedExperts, gather_rows, permute_rows, sum_rows
-from shardwise.parallel.layout import ExpertGroups
+from shardwise.kernels.experts import SortedExperts, permute_rows, select_rows, sum_rows
+from shardwise.parallel.layout import ExpertLevels
 
 FAKE = "fake"  # the backend of a dry run
 
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """The experts of one layer, shared among the ranks of `groups`.
+    """The experts of one layer, shared among the ranks of `levels`.
 
     Attributes:
         name: of the module, for messages.
         experts: this rank's.
         number: experts of all ranks.
-        groups: the ranks.
+        levels: the ranks.
         tensor: the tensor ranks that hold the same tokens; None where each rank has its own.
     """
 
     name: str
     experts: SortedExperts
     number: int
-    groups: ExpertGroups
+    levels: ExpertLevels
     tensor: dist.ProcessGroup | None = None
 
     @torch.compiler.disable
     def run(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts. Collective over `groups`, and over `tensor`.
+        """Return the weighted sum of each token's experts. Collective over `levels`, and over `tensor`.
 
         Args:
             hidden_states: [T, H].
@@ -64,10 +64,10 @@ class SharedExperts:
 
     def _run_own(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Run the experts of tokens that no other rank has."""
-        groups = self.groups
-        if groups.cross is None or groups.local is None or dist.get_backend(groups.all) == FAKE:
-            return self._run_among(groups.all, self.number, hidden_states, experts, weights)
-        return self._run_by_host(groups.cross, groups.local, hidden_states, experts, weights)
+        levels = self.levels
+        if levels.cross is None or levels.local is None or dist.get_backend(levels.all) == FAKE:
+            return self._run_among(levels.all, self.number, hidden_states, experts, weights)
+        return self._run_by_host(levels.cross, levels.local, hidden_states, experts, weights)
 
     # --- between hosts
 
@@ -91,9 +91,9 @@ class SharedExperts:
         sums = self._run_among(
             local,
             of_host,
-            exchange.run(gather_rows(hidden_states, token)),
+            exchange.run(select_rows(hidden_states, token)),
             exchange.run(numbers),
-            exchange.run(gather_rows(weights, token) * is_there),
+            exchange.run(select_rows(weights, token) * is_there),
         )
         return sum_rows(exchange.reversed.run(sums), token, len(hidden_states))
 
@@ -110,7 +110,7 @@ class SharedExperts:
             exchange, counts = self._exchange(group, torch.bincount(experts.flatten(), minlength=number)[:number])
         order = order[: sum(exchange.sent)]
         token = order // experts.shape[1]
-        received = exchange.run(gather_rows(hidden_states, token))
+        received = exchange.run(select_rows(hidden_states, token))
         returned = exchange.reversed.run(self._compute(received, counts))
         return sum_rows(returned, token, len(hidden_states), weights.flatten()[order])
 
@@ -124,7 +124,7 @@ class SharedExperts:
 
     def _even_exchange(self, experts: Tensor) -> tuple[RowExchange, Tensor]:
         """Return the exchange of a dry run, which knows no routes: each expert gets as many rows."""
-        group, rows = self.groups.all, experts.numel()
+        group, rows = self.levels.all, experts.numel()
         ranks = group.size()
         sizes = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
         counts = torch.full((ranks, self.number // ranks), rows // self.number, device=experts.device)

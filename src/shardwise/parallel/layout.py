@@ -223,7 +223,7 @@ class Layout:
         return DeviceMesh.from_group(groups, self.device_type, mesh, mesh_dim_names=("replica", "shard"))
 
 
-class ExpertGroups(NamedTuple):
+class ExpertLevels(NamedTuple):
     """The ranks that share experts, in the order of their experts.
 
     Attributes:
@@ -273,14 +273,14 @@ class ExpertView:
         """Return the ranks that share the experts, in the order of the experts. Collective, as `Layout.group`."""
         return self._group("expert", 1, self.degree)
 
-    def groups(self) -> ExpertGroups:
+    def levels(self) -> ExpertLevels:
         """Return the same ranks, with their two levels where they are on several hosts, equally many on each.
 
         Collective, as `Layout.group`.
         """
         hosts = [self._by_host(rank) for rank in range(self.layout.world_size)]
         if any(len(members) == 1 or len(set(map(len, members))) > 1 for members in hosts):
-            return ExpertGroups(self.group())
+            return ExpertLevels(self.group())
 
         def local(rank: int) -> tuple[int, ...]:
             return next(host for host in hosts[rank] if rank in host)
@@ -290,7 +290,7 @@ class ExpertView:
             return tuple(host[index] for host in hosts[rank])
 
         of = self.layout.group_of
-        return ExpertGroups(self.group(), of(("expert local",), local), of(("expert cross",), cross))
+        return ExpertLevels(self.group(), of(("expert local",), local), of(("expert cross",), cross))
 
     def mesh(self) -> DeviceMesh:
         """Return FSDP2's mesh of the ranks that hold the same experts: over shards, or (replica, shard)."""

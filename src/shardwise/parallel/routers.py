@@ -37,10 +37,12 @@ class RouterTotals(NamedTuple):
     Attributes:
         balancing_loss: before its coefficient; 0 where it is not asked for.
         load: by stack of experts, the most used expert's rows over the mean.
+        idle: share of the experts of all stacks that got no row.
     """
 
     balancing_loss: float
     load: Mapping[str, float]
+    idle: float
 
 
 class ExpertRouters:
@@ -132,7 +134,8 @@ class ExpertRouters:
     def totals(self) -> RouterTotals:
         """Return the totals of the step that was settled last. Collective with `local`."""
         load = self.routed.amax(1) / self.routed.double().mean(1).clamp(min=1e-12)
-        return RouterTotals(self._balancing_loss(), dict(zip(self.stacks, load.tolist(), strict=True)))
+        idle = float((self.routed == 0).double().mean())
+        return RouterTotals(self._balancing_loss(), dict(zip(self.stacks, load.tolist(), strict=True)), idle)
 
     def _balancing_loss(self) -> float:
         if self.local is not None:

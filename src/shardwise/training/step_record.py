@@ -49,7 +49,7 @@ def step_record(
         "seconds": seconds,
     }
     if result.routers is not None:
-        record["expert_load"] = max(result.routers.load.values())
+        record |= {"expert_load": max(result.routers.load.values()), "idle_experts": result.routers.idle}
         record |= {"balancing_loss": result.routers.balancing_loss} if plan.balancing_coefficient else {}
     record |= result.metrics
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})

@@ -44,7 +44,7 @@ def _share_experts(stage: StageBuilder, name: str, number: int, inputs: BuildInp
     same_tokens = plan.degrees[Axis.TENSOR] > 1 and not plan.sequence_parallel
     tensor = layout.group(Axis.TENSOR) if same_tokens else None
     own = SortedExperts(module, module.forward)
-    module.forward = SharedExperts(name, own, number, layout.experts.groups(), tensor).run
+    module.forward = SharedExperts(name, own, number, layout.experts.levels(), tensor).run
     return splits
 
 

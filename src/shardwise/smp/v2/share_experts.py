@@ -20,7 +20,7 @@ from shardwise.kernels.experts import ExpertForward, SortedExperts
 from shardwise.model.experts import indivisible
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.experts import SharedExperts
-from shardwise.parallel.layout import ExpertGroups
+from shardwise.parallel.layout import ExpertLevels
 from shardwise.parallel.tensor_map import ParameterSplit
 from shardwise.parallel.transforms.expert import keep_own_experts
 from shardwise.smp.v2.expert_ranks import SHARED, ExpertRanks
@@ -50,7 +50,7 @@ def share_experts(model: nn.Module, facts: ModelFacts, ranks: ExpertRanks) -> di
         stack: Any = model.get_submodule(name)
         splits |= keep_own_experts(stack, name, number, ranks.degree, ranks.index())
         own = SortedExperts(stack, _with_scaled_gradients(stack.forward, factor))
-        stack.forward = SharedExperts(name, own, number, ExpertGroups(ranks.sharing()), tensor).run
+        stack.forward = SharedExperts(name, own, number, ExpertLevels(ranks.sharing()), tensor).run
         vars(stack)[SHARED] = ranks
     return splits
 
