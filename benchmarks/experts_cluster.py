@@ -7,8 +7,9 @@ The hosts are those of `benchmarks.cluster`: eight ranks, two a host, links of 1
 experts and their outputs back; the experts themselves return what they get. Both contenders run `SharedExperts`, take
 turns, and have to agree bit for bit: all numbers are whole.
 
-The link limit is what has to go through the fullest host's link at 1 Gbit/s, a token once to each host, there and back,
-with nothing off for headers.
+The link limit is what has to go through the fullest host's link at 1 Gbit/s, a token once to each host, with nothing
+off for headers. It is there and back for an exchange, and there for the rows between hosts alone, which are timed by
+themselves too: the four hosts share this machine's cores, and copy inside of themselves one after the other.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks.record import header, write_json
 
 TOKENS, WIDTH = 1024, 1024
 EXPERTS, CHOSEN = 16, 4
+CONTENDERS = ("shardwise", "gloo", "network")  # the last: rows between hosts alone, over the engine
 ROUNDS = 7
 ELEMENT = 4  # bytes
 
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{options.tokens} tokens a rank: two levels {row['seconds']['shardwise'] * 1e3:.1f} ms, "
         f"flat over Gloo {row['seconds']['gloo'] * 1e3:.1f} ms, {row['ratio_to_gloo']:.2f} x, "
-        f"{row['share_of_link_limit']:.3f} of the link; rows between hosts {row['rows']['once a host']} and "
+        f"{row['share_of_link_limit']:.3f} of the link; between hosts alone {row['seconds']['network'] * 1e3:.1f} ms, "
+        f"{row['network_share_of_link_limit']:.3f} of it; rows between hosts {row['rows']['once a host']} and "
         f"{row['rows']['once an expert']}"
     )
     if options.json:
@@ -76,15 +79,17 @@ def measure(rounds: int = ROUNDS, tokens: int = TOKENS) -> dict[str, Any]:
     with cluster() as made:
         texts = outputs(made.start_ranks(command, {"PYTHONPATH": path}), timeout=300)
     times = json.loads(texts[0].splitlines()[-1])
-    seconds = {name: statistics.median(each[name] for each in times) for name in ("shardwise", "gloo")}
+    seconds = {name: statistics.median(each[name] for each in times) for name in CONTENDERS}
     rows, busiest = crossing_rows(tokens)
+    one_way = busiest * WIDTH * ELEMENT * 8 / RATE
     return {
         "tokens": tokens,
         "hosts": HOSTS,
         "ranks": HOSTS * LOCAL_RANKS,
         "seconds": seconds,
         "ratio_to_gloo": statistics.median(each["gloo"] / each["shardwise"] for each in times),
-        "share_of_link_limit": busiest * WIDTH * ELEMENT * 8 / RATE / seconds["shardwise"],
+        "share_of_link_limit": 2 * one_way / seconds["shardwise"],
+        "network_share_of_link_limit": one_way / seconds["network"],
         "rows": rows,
     }
 
@@ -98,7 +103,7 @@ def chosen_experts(rank: int, tokens: int) -> Any:
 
 
 def crossing_rows(tokens: int) -> tuple[dict[str, int], int]:
-    """Return the rows between hosts on the way there, and the most that one host's link carries there and back."""
+    """Return the rows between hosts on the way there, and the most that one host's link carries."""
     import torch
 
     once, each = torch.zeros(HOSTS, HOSTS, dtype=torch.int64), 0
@@ -109,7 +114,7 @@ def crossing_rows(tokens: int) -> tuple[dict[str, int], int]:
         once[host] += torch.stack([(hosts == other).any(1).sum() for other in range(HOSTS)])
     once.fill_diagonal_(0)
     there = torch.maximum(once.sum(0), once.sum(1)).max()  # links are as quick both ways at once
-    return {"once a host": int(once.sum()), "once an expert": each}, 2 * int(there)
+    return {"once a host": int(once.sum()), "once an expert": each}, int(there)
 
 
 # --- on each rank
@@ -126,8 +131,8 @@ def _rank(rounds: int, tokens: int) -> int:
     gloo = dist.group.WORLD
     runs = _contenders(tokens)
     with torch.no_grad():
-        first, second = (run() for run in runs.values())
-        if not torch.equal(first, second):
+        results = {name: run() for name, run in runs.items()}
+        if not torch.equal(results["shardwise"], results["gloo"]):
             raise RuntimeError("two levels and one exchange disagree")
         times = [timed_round(lambda run: run(), runs, gloo) for _ in range(rounds)]
     if dist.get_rank() == 0:
@@ -157,7 +162,27 @@ def _contenders(tokens: int) -> dict[str, Callable[[], Any]]:
     weights = torch.randint(1, 9, (tokens, CHOSEN), generator=generator).float()
     chosen = chosen_experts(rank, tokens)
     shared = {name: SharedExperts("experts", experts, EXPERTS, among) for name, among in groups.items()}
-    return {name: lambda one=one: one.run(hidden, chosen, weights) for name, one in shared.items()}  # type: ignore[misc]
+    exchange, rows = _between_hosts(cross, hidden, chosen)
+    return {
+        "shardwise": lambda: shared["shardwise"].run(hidden, chosen, weights),
+        "gloo": lambda: shared["gloo"].run(hidden, chosen, weights),
+        "network": lambda: exchange.run(rows),
+    }
+
+
+def _between_hosts(cross: Any, hidden: Any, chosen: Any) -> tuple[Any, Any]:
+    """Return the exchange of rows between hosts, and the rows that this rank sends."""
+    import torch
+
+    from shardwise.collectives.experts import RowExchange, exchange_counts
+    from shardwise.collectives.names import CollectiveName
+
+    name = CollectiveName("rows", "cross", "all_to_all_single")
+    hosts = chosen // (EXPERTS // HOSTS)
+    tokens = [(hosts == host).any(1).nonzero()[:, 0] for host in range(HOSTS)]
+    sent = torch.tensor([len(of_host) for of_host in tokens])
+    received = exchange_counts(sent, cross, name)[:, 0]
+    return RowExchange(cross, name, sent.tolist(), received.tolist()), hidden[torch.cat(tokens)]
 
 
 if __name__ == "__main__":
