@@ -159,6 +159,13 @@ class Plan:
         ranks = math.prod(self.degrees[axis] for axis in data_axes())
         return ranks > 1 or self.dtypes.compute != self.dtypes.parameters or self.job.memory.offload_parameters
 
+    @property
+    def leaves_experts(self) -> bool:
+        """True where each expert is on one rank alone, in its own dtype: FSDP2 would only copy its gradients."""
+        ranks = math.prod(self.degrees[axis] for axis in (*data_axes(), Axis.TENSOR))
+        is_alone = 1 < ranks == self.degrees[Axis.EXPERT]
+        return is_alone and self.dtypes.compute == self.dtypes.parameters and not self.job.memory.offload_parameters
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON or YAML."""
         degrees = {str(axis): degree for axis, degree in self.degrees.items()}

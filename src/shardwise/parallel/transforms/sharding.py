@@ -91,7 +91,7 @@ def shard_model(
         "offload_policy": _offload(plan),
         "ignored_params": set(_unsharded(model)),
     }
-    if _are_left_alone(plan, layout):
+    if plan.leaves_experts:
         shard["ignored_params"] |= {parameter for stack in experts for parameter in stack.parameters()}
     else:
         for stack in experts:
@@ -124,12 +124,6 @@ def shard_model(
     if _overlaps(plan):
         overlap(modules)
     return modules
-
-
-def _are_left_alone(plan: Plan, layout: Layout) -> bool:
-    """Return True if no other rank holds this rank's experts, in their own dtype: a unit would only copy gradients."""
-    is_alone = layout.experts.shards == layout.experts.replicas == 1 == layout.size(Axis.TENSOR)
-    return is_alone and plan.dtypes.compute == plan.dtypes.parameters and not plan.job.memory.offload_parameters
 
 
 def _unsharded(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -111,6 +111,7 @@ class _Unit:
         blocks: that are in it.
         trained, trained_shard: the same as the first two, of parameters that have gradients.
         last: elements of the last tensor that has one.
+        alone: elements that have one and are on this rank alone, which FSDP2 leaves: in the shards, not in the whole.
     """
 
     whole: float
@@ -119,6 +120,7 @@ class _Unit:
     trained: float
     trained_shard: float
     last: float
+    alone: float
 
 
 class _Step:
@@ -178,7 +180,11 @@ class _Step:
         trained = {name: shape for name, shape in shapes.items() if name not in self.facts.frozen}
         last = math.prod(list(trained.values())[-1]) if trained else 0
         (shard, whole), (trained_shard, trained_whole) = self._padded(shapes), self._padded(trained)
-        return _Unit(whole, shard, blocks, trained_whole, trained_shard, last)
+        alone = sum(math.prod(shape) for name, shape in trained.items() if self._is_alone(name))
+        return _Unit(whole, shard, blocks, trained_whole, trained_shard, last, alone)
+
+    def _is_alone(self, name: str) -> bool:
+        return self.plan.leaves_experts and name in self.facts.expert_parameters
 
     def _padded(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, float]:
         """Return (elements of one rank, elements of all ranks that shard them, packed ones by their bytes)."""
@@ -187,7 +193,8 @@ class _Step:
             is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
             ranks = expert_shards(self.plan) if is_shared else self.ranks
             size = math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1
-            shard, whole = shard + size, whole + size * ranks * self._packing(name)
+            shard += size
+            whole += 0 if self._is_alone(name) else size * ranks * self._packing(name)
         return shard, whole
 
     def _packing(self, name: str) -> float:
@@ -271,7 +278,7 @@ class _Step:
 
     @cached_property
     def _unreduced(self) -> float:
-        whole = self.root.trained + sum(unit.trained for unit in self.units)
+        whole = self.root.trained + sum(unit.trained + unit.alone for unit in self.units)
         loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss  # a head's for each in flight
         heads = (self.flights - 1) * self.head * self.loss if loss_made else 0.0
         return heads + (whole * self.reduction if self._waits else 0.0)
@@ -438,7 +445,7 @@ class _Step:
         size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
         worst, gradients = self._backward
         if self.facts.frozen:  # what the modules' own weights would have is not there
-            gradients = min(gradients, unit.trained * self.compute)
+            gradients = min(gradients, (unit.trained + unit.alone) * self.compute)
         waiting = self.units[index + 1].trained * self.reduction if index + 1 < len(self.units) else 0.0
         return replace(
             size,
@@ -457,7 +464,7 @@ class _Step:
             size,
             gathered=size.gathered + (self._gathered(self.units[:index]) if self.keeps_gathered else 0.0),
             communication=self._prefetched(index) + buffers,
-            unsharded_gradients=size.unsharded_gradients + self.head * self.compute + own,
+            unsharded_gradients=size.unsharded_gradients + self.head * self.compute + own + unit.alone * self.compute,
             activations=size.activations + self.kept_before(index),
             working=self.row,
         )
@@ -486,8 +493,9 @@ class _Step:
             return unit.trained * self.compute, 0.0
         filling = (0.0 if self._waits else unit.trained * self.compute, unit.trained * self.reduction)
         copies = 1 if self.ranks == 1 or self.plan.backend == "gloo" else 0
+        sharded = unit.trained_shard - unit.alone
         # The loop that filled the input still refers to the last gradient.
-        output = (unit.last * self.compute, ((1 + copies) * unit.trained + unit.trained_shard) * self.reduction)
+        output = (unit.last * self.compute, ((1 + copies) * unit.trained + sharded) * self.reduction)
         return max(filling, output, key=sum)
 
     def _gathered(self, units: Sequence[_Unit]) -> float:
