@@ -43,6 +43,7 @@ def context_job(
 
 
 GEMMA2 = {"model_type": "gemma2", "sliding_window": 4, "query_pre_attn_scalar": 8}  # and a soft cap, by default
+ESM = {"model_type": "esm", "pad_token_id": 1, "mask_token_id": 3, "max_position_embeddings": 18}
 SLOW: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("gpt2", 4, "ring", 4, {"attention": "sdpa"}),
     ("gpt2", 4, "all_gather", 4, {"dropout": 0.1}),
@@ -53,6 +54,7 @@ SLOW: list[tuple[str, int, str, int, dict[str, Any]]] = [
     ("opt", 2, "ulysses", 2, {"attention": "sdpa", **DOCUMENTS}),
     ("bert", 2, "ulysses", 2, {"dropout": 0.1, **UNEVEN}),
     ("roberta", 2, "all_gather", 2, UNEVEN),
+    ("roberta", 2, "all_gather", 2, {"config": ESM, **UNEVEN}),
     ("mistral", 2, "all_gather", 2, {"config": {"sliding_window": 4}, **UNEVEN}),
     ("qwen3", 2, "ring", 2, {"training": {"sequences_per_step": 6, "microbatch_size": 2}}),
     ("gpt2", 4, "ring", 2, {"parallel": {"tensor_parallel_degree": 2}, "dropout": 0.1}),

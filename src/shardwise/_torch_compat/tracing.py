@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 # Waits for torch.utils.pytree, which does not exist in torch 2.13.
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "FakeTensorMode",
@@ -20,6 +20,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_unflatten",
 ]
 

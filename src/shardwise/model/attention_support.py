@@ -83,7 +83,7 @@ def _context_obstacles(
         return
     family = str(model.config.model_type)
     counts_by_biases = _makes_key_biases(model, family)
-    if "position_ids" not in inspect.signature(model.forward).parameters and not counts_by_biases:
+    if not takes_positions(model) and not counts_by_biases:
         yield f"{family} takes no position_ids, and counts positions from its own inputs"
     rope_types = _rope_types(model.config.get_text_config())
     if rope_types & set(ANGLES_BY_LENGTH):
@@ -97,6 +97,11 @@ def _context_obstacles(
         yield f"{family} makes its ALiBi biases from its own inputs"
     if mixes:
         yield f"{family} mixes positions outside of attention, by a convolution or a scan"
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Tell whether the forward of `model` can be told the positions of its tokens."""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _makes_key_biases(model: nn.Module, family: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardwise.job.axes import Axis
 from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
-from shardwise.model.attention_support import context_capability, kernel_capability
+from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.experts import computes_grouped, expert_capability, expert_matrices, expert_stacks, is_routed
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
@@ -39,15 +40,16 @@ from shardwise.model.modules import input_embeddings
 from shardwise.model.packed_weights import with_packed_base
 from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.parameter_patterns import with_frozen
+from shardwise.model.position_rule import PositionRule, find_position_rule
 from shardwise.model.probe import (
     ForwardProbe,
     arguments_to_cast,
     probe_forward,
-    rehearse_stage,
     token_inputs,
     unfit_dtypes,
 )
 from shardwise.model.registry import family_of
+from shardwise.model.rehearsal import reads_absent_weights, rehearse_stage
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
@@ -96,14 +98,13 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         parameters=_count([model]),
         embedding_parameters=_embedding_parameters(model, ties, forward),
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
-        capabilities={axis: answer(examined) for axis, answer in AXIS_CAPABILITIES.items()},
+        **_capabilities(examined),
         **_interface(model),
         classifies=job.model.task in CLASSIFICATION,
         **_forward_facts(forward),
         adapters={},
         **_experts(model, config),
         ties=ties,
-        tie_sources=find_tie_sources(model, ties),
         layers=forward.block_calls or _number(config, LAYERS) or len(blocks),
         **_sizes(model, config, blocks, forward),
         buffers=tuple(name for name, _ in model.named_buffers()),
@@ -124,7 +125,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
         accumulate_grad_hooks=find_accumulate_grad_hooks(model),
         definition=definition_of(model),
         parent_initialized=parents,
-        constructed=unfilled_parameters(model) if isinstance(model, PreTrainedModel) and not job.model.factory else (),
+        **_transformers_start(model, ties),
         parameter_kinds=find_parameter_kinds(model),
         **({} if is_pretrained else _writes(forward)),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
@@ -139,6 +140,13 @@ def _tensor_plan(model: nn.Module, config: Any) -> tuple[dict[str, TensorSplit],
     if getattr(config, "is_heterogeneous", False):
         capability = refused(f"the layers of {config.model_type} differ in size")
     return splits, capability
+
+
+def _transformers_start(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> dict[str, Any]:
+    """Return what is known of the start of a transformers model beside its initializers."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    return {"constructed": unfilled_parameters(model), "tie_sources": find_tie_sources(model, ties)}
 
 
 def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
@@ -222,6 +230,20 @@ class ExaminedModel:
     tensor: Capability
     pipeline: Capability
 
+    @cached_property
+    def position_rule(self) -> PositionRule | None:
+        """The rule by which a transformers model counts positions, where it is told them; None where it has another."""
+        if not isinstance(self.model, PreTrainedModel) or not takes_positions(self.model):
+            return None
+        return find_position_rule(self.model, self.blocks[0])
+
+
+def _capabilities(examined: ExaminedModel) -> dict[str, Any]:
+    """Return the answer for every axis, and what context ranks have to know of positions."""
+    capabilities = {axis: answer(examined) for axis, answer in AXIS_CAPABILITIES.items()}
+    rule = examined.position_rule if capabilities[Axis.CONTEXT].ok else None
+    return {"capabilities": capabilities, "padding_position": None if rule is None else rule.padding}
+
 
 def _any_model(examined: ExaminedModel) -> Capability:
     return SUPPORTED
@@ -229,7 +251,7 @@ def _any_model(examined: ExaminedModel) -> Capability:
 
 def _context_capability(examined: ExaminedModel) -> Capability:
     forward = examined.forward
-    return context_capability(
+    capability = context_capability(
         examined.model,
         examined.blocks,
         forward.attention,
@@ -237,6 +259,9 @@ def _context_capability(examined: ExaminedModel) -> Capability:
         forward.failure,
         forward.attention_arguments,
     )
+    if capability.ok and takes_positions(examined.model) and examined.position_rule is None:
+        return refused("it counts positions by a rule of its own, or looks at whole sequences ahead of its blocks")
+    return capability
 
 
 AXIS_CAPABILITIES: dict[Axis, Callable[[ExaminedModel], Capability]] = {
@@ -303,7 +328,11 @@ def _stages(
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):
-        return stages, capability
+        failure = reads_absent_weights(model, lists[0], stages) if capability.ok else ""
+        if not failure:
+            return stages, capability
+        reason = f"its forward reads weights ahead of its blocks, which later stages do not hold: {failure}"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if not capability.ok or example is None:
         return replace(stages, hidden=()), capability  # it was shown tokens of some length, and takes any
     blocks = [name for names in lists for name in names]
@@ -399,10 +428,8 @@ def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def find_tie_sources(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> dict[str, str]:
+def find_tie_sources(model: PreTrainedModel, ties: tuple[tuple[str, ...], ...]) -> dict[str, str]:
     """Return first name of a tie -> the name whose tensor the others are set to; those where it is another name."""
-    if not isinstance(model, PreTrainedModel):
-        return {}
     targets = set(model.all_tied_weights_keys)
     sources = {group[0]: [name for name in group if name not in targets] for group in ties}
     return {first: names[0] for first, names in sources.items() if len(names) == 1 and names[0] != first}

@@ -195,6 +195,7 @@ class ModelFacts:
     intermediate_size: int = 0
     vocabulary_size: int = 0
     max_positions: int | None = None
+    padding_position: int | None = None  # id of padding, behind which positions are counted, as RoBERTa counts them
     sliding_window: int | None = None  # how far back attention sees, where some block's does not see everything
     head: str | None = None  # module name of the output projection, when its output is the model's last operation
     head_has_bias: bool = False

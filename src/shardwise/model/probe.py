@@ -31,13 +31,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise._torch_compat.tracing import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
 from shardwise.model.attention_calls import AttentionCalls
-from shardwise.model.capability import SUPPORTED, Capability, unless
+from shardwise.model.capability import SUPPORTED, Capability
 from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
 from shardwise.model.containers import walk
-from shardwise.model.facts import AttentionFacts, ModelFacts, StageFacts
+from shardwise.model.facts import AttentionFacts, ModelFacts
 from shardwise.model.fixed_values import FixedValues
 from shardwise.model.layer_drop import FixedScalarDraws
-from shardwise.model.modules import empty_module
 from shardwise.model.parameter_writes import ParameterWrites
 from shardwise.model.process_numbers import process_numbers_kept
 from shardwise.model.stage_cut import ExecutionOrder
@@ -122,14 +121,14 @@ def probe_forward(
     inputs = example or token_inputs(model, min(POSITIONS, sequence_length))
 
     def observe(draw: float, training: bool, device: str, dtype: torch.dtype) -> ForwardProbe:
-        observed = _copy(model).train() if training else _copy(model)
+        observed = copy_to_probe(model).train() if training else copy_to_probe(model)
         return _RecordedForward(observed, block_lists, _positions(inputs), draw).run(inputs, device, dtype)
 
-    result, failure = _attempt(partial(observe, 1.0, False))
+    result, failure = try_devices(partial(observe, 1.0, False))
     if result is not None and (
         result.scalar_draws or not model.training
     ):  # what drops in training may be asked before it
-        fewest = _attempt(partial(observe, 0.0, True))[0]
+        fewest = try_devices(partial(observe, 0.0, True))[0]
         drops_blocks = fewest is not None and fewest.block_calls < result.block_calls
         result = replace(result, drops_blocks=drops_blocks)
     if result is None:
@@ -147,13 +146,13 @@ def _probe_paths(model: nn.Module, block_lists: Sequence[Sequence[str]], inputs:
         return ForwardProbe()
 
     def observe(value: float | None, device: str, dtype: torch.dtype) -> ForwardProbe:
-        forward = _RecordedForward(_copy(model), block_lists, _positions(inputs), 1.0)
+        forward = _RecordedForward(copy_to_probe(model), block_lists, _positions(inputs), 1.0)
         with FixedValues(value):
             return forward.run(inputs, device, dtype, on_fakes=value is not None)
 
-    paths = [path for value in (0.0, 1.0) if (path := _attempt(partial(observe, value))[0]) is not None]
+    paths = [path for value in (0.0, 1.0) if (path := try_devices(partial(observe, value))[0]) is not None]
     if not paths and sum(tensor.numel() for _, tensor in _tensors(model)) <= MOST_ELEMENTS:
-        path = _attempt(partial(observe, None))[0]
+        path = try_devices(partial(observe, None))[0]
         paths = [] if path is None else [path]
     return ForwardProbe(
         outside_reads=tuple(sorted({name for path in paths for name in path.outside_reads})),
@@ -174,7 +173,7 @@ def token_inputs(model: nn.Module, positions: int) -> dict[str, Tensor]:
     return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
 
 
-def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, str]:
+def try_devices(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, str]:
     """Return what `run` gives on the first of ATTEMPTS that works, or None and why the first of them did not."""
     failure = ""
     for device, dtype in ATTEMPTS:
@@ -183,28 +182,6 @@ def _attempt(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, 
         except Exception as error:  # any code may run in a model's forward
             failure = failure or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     return None, failure
-
-
-def rehearse_stage(
-    model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]
-) -> Capability:
-    """Answer whether a forward runs on stages that hold other blocks, where blocks are empty and return their input.
-
-    That of transformers' models without an encoder does. `example` as for `probe`.
-    """
-
-    def rehearse(device: str, dtype: torch.dtype) -> None:
-        rehearsed = _copy(model)
-        for name in blocks:
-            block: Any = rehearsed.get_submodule(name)
-            empty_module(block)
-            block.forward = lambda hidden, *_, **__: (
-                (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
-            )
-        _run_fake(rehearsed, example, device, dtype)
-
-    failure = _attempt(rehearse)[1]
-    return unless(failure and f"its forward reaches into its blocks: {failure}")
 
 
 def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, Any]) -> Shapes:
@@ -218,7 +195,7 @@ def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, A
         ModelError: the forward cannot run on fake tensors.
     """
     shapes: Shapes = {}
-    recorded, stages = _copy(model), facts.stages
+    recorded, stages = copy_to_probe(model), facts.stages
 
     def record(name: str, numbers: Iterable[int], module: nn.Module, args: Any, output: Any) -> None:
         for number in numbers:
@@ -229,7 +206,7 @@ def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, A
         recorded.get_submodule(block.name).register_forward_hook(partial(record, block.name, stages.handed_on))
     if stages.encoder:
         recorded.get_submodule(stages.encoder).register_forward_hook(partial(record, stages.encoder, (0,)))
-    failure = _attempt(partial(_run_fake, recorded, inputs))[1]
+    failure = try_devices(partial(run_on_fakes, recorded, inputs))[1]
     if failure:
         raise ModelError(
             f"what travels between the stages of {facts.family} cannot be told for this batch: {failure}; use "
@@ -248,15 +225,15 @@ def units_in_order(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ..
         inputs: keyword arguments of the forward; of tensors shapes and dtypes count.
     """
     calls: list[str] = []
-    recorded = _copy(model)
+    recorded = copy_to_probe(model)
     for name, module in recorded.named_modules():
         module.register_forward_pre_hook(partial(lambda name, module, args: calls.append(name), name))
 
     def run(device: str, dtype: torch.dtype) -> None:
         calls.clear()
-        _run_fake(recorded, inputs, device, dtype)
+        run_on_fakes(recorded, inputs, device, dtype)
 
-    if _attempt(run)[1]:
+    if try_devices(run)[1]:
         return ()
     units = _smallest(model, "", calls)
     return () if units == [""] else tuple(sorted(units, key=calls.index))
@@ -287,7 +264,7 @@ def arguments_to_cast(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str,
     def takes(kept: Collection[str]) -> bool:
         try:
             with _EqualDtypes():
-                _run_fake(_copy(model), inputs, "cpu", torch.bfloat16, kept)
+                run_on_fakes(copy_to_probe(model), inputs, "cpu", torch.bfloat16, kept)
         except Exception:  # any code may run in a model's forward
             return False
         return True
@@ -309,7 +286,7 @@ def unfit_dtypes(model: nn.Module, sequence_length: int) -> frozenset[str]:
     def is_unfit(dtype: torch.dtype) -> bool:
         try:
             with _EqualDtypes():
-                _run_fake(_copy(model), inputs, "cpu", dtype)
+                run_on_fakes(copy_to_probe(model), inputs, "cpu", dtype)
         except _UnlikeDtypesError:
             return True
         except Exception:  # any code may run in a model's forward, and not all of it on fake tensors
@@ -336,7 +313,7 @@ class _EqualDtypes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run_fake(
+def run_on_fakes(
     model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype, kept: Collection[str] = ()
 ) -> None:
     """Run the forward on fake tensors; floats are of `dtype`, and of arguments `kept` of fp32."""
@@ -354,7 +331,7 @@ def _positions(inputs: Mapping[str, Tensor]) -> int:
     return next((tensor.shape[1] for tensor in inputs.values() if tensor.dim() > 1), 0)
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copy_to_probe(model: nn.Module) -> nn.Module:
     """Return a copy of the module tree that shares the buffers, which may be large; the probe never reads them.
 
     Its experts, if it has some, are computed in the one way of transformers' whose shapes do not depend on the routing
@@ -363,10 +340,15 @@ def _copy(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
     for name, parameter in copied.named_parameters():
         vars(parameter).update(vars(model.get_parameter(name)))  # torch's copies have no attributes
-    for config in [config for module in copied.modules() if (config := getattr(module, "config", None)) is not None]:
+    batch_experts(copied)
+    return copied
+
+
+def batch_experts(model: nn.Module) -> None:
+    """Let the experts of a model, if it has some, be computed in a way whose shapes do not depend on the routing."""
+    for config in [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]:
         if isinstance(config, PreTrainedConfig):
             config._experts_implementation = "batched_mm"
-    return copied
 
 
 class _RecordedForward:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,6 +40,7 @@ class ExecutionOrder:
         places: numbers of the blocks with which it runs; BETWEEN_BLOCKS where that is between blocks of one stack.
         placeholders: how the shape of its output follows from its arguments, where it does.
         shortcut: name of a module whose output reaches the model's past the last block; "" for none.
+        fed: name of a module of untrained weights of whose output blocks are given more than hidden states.
     """
 
     def __init__(self, model: nn.Module, lists: Sequence[Sequence[str]]) -> None:
@@ -58,11 +60,13 @@ class ExecutionOrder:
         self.hidden: set[tuple[int, ...]] = set()
         self.calls: list[str] = []
         self.shortcut = ""
+        self.fed = ""
+        self._untrained: set[str] = set()
         self._makers: dict[Any, str] = {}  # node of autograd's graph -> the module ahead of the last block's end
         self._last_made: list[Any] = []  # nodes of what the last block returned
         self._made: dict[int, tuple[Tensor, str]] = {}  # by id: what was made from what such a module returned
         for name in blocks:
-            model.get_submodule(name).register_forward_pre_hook(partial(self._start_block, name))
+            model.get_submodule(name).register_forward_pre_hook(partial(self._start_block, name), with_kwargs=True)
             model.get_submodule(name).register_forward_hook(partial(self._end_block, name))
         for name in modules_outside(model, blocks):
             self.phases[name], self.places[name] = set(), set()
@@ -72,9 +76,12 @@ class ExecutionOrder:
             model.get_submodule(self.encoder).register_forward_pre_hook(self._start_encoder)
             model.get_submodule(self.encoder).register_forward_hook(self._end_encoder)
 
-    def _start_block(self, name: str, module: nn.Module, args: Any) -> None:
+    def _start_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.started += 1
         self.calls.append(name)
+        for value in walk(*args[1:], *kwargs.values()):
+            maker = self._made[id(value)][1] if id(value) in self._made else ""
+            self.fed = self.fed or (maker if maker in self._untrained else "")
 
     def _end_block(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.ended += 1
@@ -98,6 +105,8 @@ class ExecutionOrder:
         if phase == "before":
             self._makers |= dict.fromkeys(_nodes(output), name)
             self._mark(output, name)
+            if torch.is_grad_enabled() and not _nodes(output) and any(True for _ in module.parameters(recurse=False)):
+                self._untrained.add(name)
         shape = next(_placeholder_shapes(dict(enumerate(args)) | kwargs, output), None)
         self.placeholders[name] = shape if self.placeholders.get(name, shape) == shape else None
 
@@ -245,6 +254,8 @@ def _obstacles(
         yield "its blocks do not each take the hidden states from the one before"
     if execution.shortcut:
         yield f"what {execution.shortcut} returns is used behind the last block too"
+    if execution.fed:
+        yield f"blocks are given what {execution.fed} returns, whose weights are not trained"
     if execution.encoder and execution.calls != blocks:
         yield "its encoder does not run once, before its decoder"
     for name, phases in execution.phases.items():

@@ -12,7 +12,6 @@ microbatch runs the exchange happens in one of three ways. Where sequences are w
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +37,8 @@ from shardwise.kernels.attention.ring import BlockFunction, RingSettings, ring_a
 from shardwise.kernels.dropout import ProbabilityBlock, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.kernels.precision import torch_dtype
+from shardwise.model.attention_support import takes_positions
+from shardwise.model.position_rule import FROM_ZERO, PositionRule
 from shardwise.model.registry import family_of
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import Plan
@@ -91,15 +92,19 @@ def _active_shard() -> SequenceShard | None:
 
 
 class ContextParallel:
-    """This rank's part in context parallelism; made once by `parallelize`."""
+    """This rank's part in context parallelism; made once by `parallelize`.
 
-    def __init__(self, model: nn.Module, plan: Plan, layout: Layout) -> None:
+    Args:
+        rule: by which the model counts positions.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, layout: Layout, rule: PositionRule = FROM_ZERO) -> None:
         self.group, self.degree = layout.group(Axis.CONTEXT), layout.size(Axis.CONTEXT)
         self.index, self.tensor_index = layout.index(Axis.CONTEXT), layout.index(Axis.TENSOR)
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.uses_kernels = bool(plan.attention)
-        self.count_positions = _position_counter(model)
+        self.takes_positions, self.rule = takes_positions(model), rule
         _reroute(model)
         _place_biases(model)
 
@@ -107,7 +112,8 @@ class ContextParallel:
         """Return this rank's part of a whole microbatch, and which part that is."""
         ids = microbatch.inputs["input_ids"]
         shard = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
-        inputs = {**self.count_positions(ids), **microbatch.inputs}
+        counted = {"position_ids": self.rule.positions(ids)} if self.takes_positions else {}
+        inputs = {**counted, **microbatch.inputs}
         inputs = {name: shard.local(value) for name, value in inputs.items()}
         inputs["attention_mask"] = self._mask(shard, inputs["input_ids"])
         labels = shard.local(microbatch.labels).masked_fill(shard.positions >= shard.length, IGNORED)
@@ -134,21 +140,6 @@ class ContextParallel:
         if shard.documents is None or self.method == "ring" or self.uses_kernels:
             return torch.ones_like(ids)
         return shard.document_mask(shard.whole if self.method == "ulysses" else shard.positions, shard.whole)
-
-
-def _position_counter(model: nn.Module) -> Callable[[Tensor], dict[str, Tensor]]:
-    """[B, S] ids -> the argument with their [B, S] positions; none for a model that knows them by its biases alone.
-
-    They count from 0, or as embeddings of RoBERTa's kind do: behind the padding id.
-    """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return lambda ids: {}
-    for module in model.modules():
-        count = getattr(module, "create_position_ids_from_input_ids", None)
-        if count is not None:
-            behind = partial(count, padding_idx=module.padding_idx)
-            return lambda ids: {"position_ids": behind(ids)}
-    return lambda ids: {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
 
 
 def _place_biases(model: nn.Module) -> None:

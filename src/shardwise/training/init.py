@@ -62,8 +62,11 @@ def _constructed(model: ParallelModel, seed: int, given: Collection[str]) -> dic
 
     Each rank holds all of them until it has its slices. With a directory they are those that its files may lack.
     """
+    section = model.plan.job.model
+    if section.config is None and section.path is None:  # a model that the caller has built
+        return {}
     names = [name for name in model.facts.constructed if name not in given]
-    if model.plan.job.model.path is not None:
+    if section.path is not None:
         prefix = getattr(model.module, "base_model_prefix", "")
         names = [name for name in names if _is_of_head(name, prefix, model.facts)]
     if not names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
+from shardwise.model.position_rule import PositionRule
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.plan import Plan
@@ -20,5 +21,6 @@ class ContextParallelism(Transform):
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         for stage in build.stages:
-            context = ContextParallel(stage.model, inputs.plan, inputs.layout)
+            rule = PositionRule(inputs.facts.padding_position)
+            context = ContextParallel(stage.model, inputs.plan, inputs.layout, rule)
             build.context = build.context or context

@@ -21,8 +21,9 @@ from shardwise._torch_compat.modules import clear_module_hooks
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.kernels.precision import torch_dtype
-from shardwise.model.facts import ModelFacts, PlaceholderShape
+from shardwise.model.facts import ModelFacts
 from shardwise.model.modules import empty_module
+from shardwise.model.placeholders import drop_parameters, placeholder
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
 from shardwise.plan.plan import Plan
@@ -84,13 +85,12 @@ def cut_stage(
     placeholders: dict[str, Callable[..., Tensor]] = {}
     for name, numbers in facts.stages.runs.items():
         if not any(first <= number < end for number in numbers):
-            output_shape = facts.stages.placeholders.get(name)
-            placeholders[name] = _identity if output_shape is None else _placeholder(output_shape, dtype, device)
+            placeholders[name] = placeholder(facts.stages.placeholders.get(name), dtype, device)
     used = [name for name in (*own, *facts.stages.runs) if name not in placeholders]
     kept = {id(parameter) for name in used for parameter in model.get_submodule(name).parameters(recurse=name in own)}
     absent = {*before, *after}
     for name, forward in placeholders.items():
-        if not _leave_out(model.get_submodule(name), forward, kept):
+        if not drop_parameters(model.get_submodule(name), forward, kept):
             absent.add(name)
     boundary.absent = frozenset(absent)
     if shapes is not None:
@@ -104,15 +104,6 @@ def _empty(block: nn.Module, forward: Callable[..., Any]) -> None:
     empty_module(block)
     block.forward = forward  # type: ignore[method-assign]
     clear_module_hooks(block)  # the stage that owns the block calls them
-
-
-def _leave_out(module: nn.Module, forward: Callable[..., Tensor], kept: set[int]) -> bool:
-    """Take away the module's own parameters except those in `kept`; return True if any stays."""
-    module.forward = forward  # type: ignore[method-assign]
-    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-        if id(parameter) not in kept:
-            module.register_parameter(name, None)
-    return any(True for _ in module.named_parameters(recurse=False))
 
 
 def _returning_input(boundary: StageBoundary, facts: ModelFacts) -> Callable[..., Any]:
@@ -183,20 +174,3 @@ def _connect_encoder(model: nn.Module, name: str, boundary: StageBoundary) -> No
         encoder.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=boundary.inputs_by_number()[ENCODED])
     if ENCODED in boundary.output_numbers:
         model.get_submodule(name).register_forward_hook(keep)
-
-
-def _placeholder(output_shape: PlaceholderShape, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
-    """Return a forward whose output has the right shape and costs nothing."""
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)  # type: ignore[operator]
-        follows = given[output_shape.argument]
-        shape = output_shape.shape(follows.shape if isinstance(follows, Tensor) else follows)
-        return torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-    return forward
-
-
-def _identity(*args: Any, **kwargs: Any) -> Tensor:
-    value: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return value

@@ -1,0 +1,41 @@
+"""Placeholders for modules that a pipeline stage does not hold: a forward of the right shape, and no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.facts import PlaceholderShape
+
+
+def drop_parameters(module: nn.Module, forward: Callable[..., Tensor], kept: Collection[int]) -> bool:
+    """Take away the module's own parameters except those in `kept`, by id; return True if any stays."""
+    module.forward = forward  # type: ignore[method-assign]
+    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if id(parameter) not in kept:
+            module.register_parameter(name, None)
+    return any(True for _ in module.named_parameters(recurse=False))
+
+
+def placeholder(
+    output_shape: PlaceholderShape | None, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Tensor]:
+    """Return a forward whose output has the right shape and costs nothing; without one it returns its argument."""
+    if output_shape is None:
+        return _identity
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)  # type: ignore[operator]
+        follows = given[output_shape.argument]
+        shape = output_shape.shape(follows.shape if isinstance(follows, Tensor) else follows)
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+    return forward
+
+
+def _identity(*args: Any, **kwargs: Any) -> Tensor:
+    value: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return value

@@ -1,0 +1,60 @@
+"""Rehearses the forward of a pipeline stage, which holds a part of the model, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shardwise.model.capability import Capability, unless
+from shardwise.model.facts import StageFacts
+from shardwise.model.modules import empty_module
+from shardwise.model.placeholders import drop_parameters, placeholder
+from shardwise.model.probe import POSITIONS, copy_to_probe, run_on_fakes, token_inputs, try_devices
+
+
+def rehearse_stage(
+    model: nn.Module, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor]
+) -> Capability:
+    """Answer whether a forward runs on stages that hold other blocks, where blocks are empty and return their input.
+
+    That of transformers' models without an encoder does. `example` as for `probe`.
+    """
+
+    def rehearse(device: str, dtype: torch.dtype) -> None:
+        rehearsed = copy_to_probe(model)
+        for name in blocks:
+            _empty_block(rehearsed, name, stages)
+        run_on_fakes(rehearsed, example, device, dtype)
+
+    failure = try_devices(rehearse)[1]
+    return unless(failure and f"its forward reaches into its blocks: {failure}")
+
+
+def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: StageFacts) -> str:
+    """Return how the forward of a stage without the modules ahead of the blocks fails for want of their weights.
+
+    Empty where it does not, or fails in another way. A model may ask a weight on which device it is.
+    """
+
+    def rehearse(device: str, dtype: torch.dtype) -> None:
+        rehearsed = copy_to_probe(model)
+        for name in blocks:
+            _empty_block(rehearsed, name, stages)
+        for name in stages.before:
+            shape = stages.placeholders.get(name)
+            drop_parameters(rehearsed.get_submodule(name), placeholder(shape, dtype, torch.device(device)), ())
+        run_on_fakes(rehearsed, token_inputs(model, POSITIONS), device, dtype)
+
+    failure = try_devices(rehearse)[1]
+    return failure if "'NoneType'" in failure else ""
+
+
+def _empty_block(model: nn.Module, name: str, stages: StageFacts) -> None:
+    """Let a block return its input, in the form in which blocks return."""
+    block: Any = model.get_submodule(name)
+    empty_module(block)
+    block.forward = lambda hidden, *_, **__: (hidden, *(None,) * (stages.outputs - 1)) if stages.outputs else hidden
