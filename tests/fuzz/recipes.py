@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.job.schema import Job
 from tests.fuzz import parts
-from tests.habits import modules
+from tests.habits import keeping, modules
 from tests.habits.building import POSITIONS, WIDTH, Residual, Stack
 from tests.habits.table import HALF, LAYOUTS, SEVERAL, Sections
 from tests.habits.trial import CLIP, make_job
@@ -22,6 +22,7 @@ CALLS: tuple[type[Stack], ...] = (
     Stack, modules.KeywordBlocks, modules.Positions, modules.CollectedLosses, modules.GrowingState,
     modules.NotedLosses, parts.Tuples, parts.Dicts, parts.Objects, parts.Skipping, parts.EarlyExit, parts.Backwards,
     parts.Repeated, parts.OtherMethods, parts.Caches, parts.DenselyConnected, parts.Split,
+    keeping.WrittenOutputs, modules.GradientFreeShortcut,
 )  # fmt: skip
 # Everything else: up to MOST of them in a module.
 HABITS: tuple[type[Stack], ...] = (
@@ -37,7 +38,10 @@ HABITS: tuple[type[Stack], ...] = (
     parts.ListsOfParameters, parts.Unused, parts.TiedEnds,
     parts.SharedLayer, parts.CopiedBlocks, parts.FrozenBlock, parts.FrozenLayers, parts.FrozenRows,
     parts.NeighbourReading, parts.OwnPenalty, parts.WeightReading, parts.DrawnByHand, parts.Clamped,
-    parts.WithoutGradients, parts.ConditionalExperts,
+    parts.WithoutGradients, parts.ConditionalExperts, modules.BackwardHooks, modules.Shortcut,
+    modules.ReplacedParameters, keeping.CachesInGlobals, keeping.LossesInGlobals, keeping.CountedHook, keeping.Locked,
+    keeping.ClosedOver, keeping.PatchedForwards, keeping.DerivedAttribute, keeping.SharedMemory, keeping.LateHook,
+    keeping.LateParameter, keeping.MarkedTensors, keeping.StateReading, keeping.CountingSteps,
 )  # fmt: skip
 MOST = 4
 
@@ -134,7 +138,7 @@ def build(call: str, habits: list[str]) -> nn.Module:
 
 
 def _named(name: str) -> type[Stack]:
-    found: type[Stack] = getattr(parts, name, None) or getattr(modules, name)
+    found: type[Stack] = getattr(parts, name, None) or getattr(modules, name, None) or getattr(keeping, name)
     return found
 
 

@@ -34,7 +34,7 @@ class Habit:
     """One habit of building modules.
 
     Attributes:
-        module: name of its class in `modules`.
+        module: name of its class in `modules` or `keeping`.
         words: the habit, as the page says it.
         refused: layout -> pattern of the message that refuses it there.
         remedy: what to do where it is refused, for the page.
@@ -61,7 +61,8 @@ class Habit:
         return [layout for layout in LAYOUTS if layout not in self.refused]
 
 
-BUILT_ONCE = "rank 0 builds the module whole, once, on its CPU"
+BUILT_ONCE = "built once on rank 0"
+STAYS_GATHERED = "parameters stay gathered"
 SHARED_STATISTICS = "two small messages a step"
 
 HABITS: tuple[Habit, ...] = (
@@ -79,14 +80,14 @@ HABITS: tuple[Habit, ...] = (
         "SpectrallyNormed",
         "`spectral_norm`",
         refused={HALF: "the forward of SpectrallyNormed.*must have the same dtype"},
-        remedy="torch's buffers are fp32; use fp32",
-        costs=f"{BUILT_ONCE}; its power iteration goes on with each microbatch of a rank",
+        remedy="use fp32",
+        costs=BUILT_ONCE,
     ),
     Habit(
         "Orthogonal",
-        "the parametrization `orthogonal`",
+        "`orthogonal`",
         refused={HALF: "the forward of Orthogonal.*not implemented for 'BFloat16'"},
-        remedy="torch has no decompositions in bf16; use fp32",
+        remedy="use fp32",
         costs=BUILT_ONCE,
     ),
     Habit("Loaded", "weights loaded in the factory", costs=BUILT_ONCE),
@@ -101,7 +102,7 @@ HABITS: tuple[Habit, ...] = (
         "BatchNormed",
         "batch norms; see `model.running_statistics`",
         refused={HALF: "the forward of BatchNormed.*expected scalar type"},
-        remedy="torch has no batch norm of bf16 with statistics in fp32; use fp32",
+        remedy="use fp32",
         costs=SHARED_STATISTICS,
         quick=(),
     ),
@@ -109,16 +110,16 @@ HABITS: tuple[Habit, ...] = (
         "BatchNormedBlocks",
         "batch norms in blocks",
         refused={HALF: "the forward of BatchNormedBlocks.*expected scalar type"},
-        remedy="as above",
+        remedy="use fp32",
         costs=SHARED_STATISTICS,
     ),
-    Habit("ScalingHooks", "`register_hook` that scales or masks", costs="the whole gradient is gathered"),
+    Habit("ScalingHooks", "`register_hook` that scales or masks", costs="the gradient is gathered"),
     Habit(
         "ClippingHook",
         "`register_hook` that does more",
         refused=dict.fromkeys((ONE, STAGES), r"last.weight of ClippingHook \(.*modules.py:\d+"),
         remedy="one microbatch on each rank",
-        costs="one microbatch on each rank; the whole gradient is gathered",
+        costs="the gradient is gathered",
         keys={"training": {"microbatch_size": 4}},
     ),
     Habit(
@@ -161,7 +162,7 @@ HABITS: tuple[Habit, ...] = (
         "a module that takes a gradient through its blocks",
         refused={STAGES: "its blocks do not each take the hidden states|takes a gradient through its blocks"},
         remedy="use no pipeline",
-        costs="the blocks are one unit with the rest, whose parameters stay gathered",
+        costs=STAYS_GATHERED,
     ),
     Habit("OwnCheckpoints", "blocks that checkpoint themselves", quick=(STAGES,)),
     Habit("ReentrantCheckpoints", "the same with `use_reentrant=True`", quick=()),
@@ -181,6 +182,14 @@ HABITS: tuple[Habit, ...] = (
         remedy="a callback after the step",
         quick=(),
     ),
+    Habit(
+        "ImportedCollectives",
+        "the same imported by name, or differentiable",
+        refused=dict.fromkeys(SEVERAL, "a forward calls torch.distributed.all_reduce"),
+        untried=(STAGES,),
+        remedy="a callback after the step",
+        quick=(),
+    ),
     Habit("DataclassBlocks", "blocks that take and return a dataclass", quick=()),
     Habit("NamedTupleBlocks", "blocks that return a named tuple", quick=()),
     Habit("ModelOutputBlocks", "blocks that return transformers' objects"),
@@ -193,9 +202,9 @@ HABITS: tuple[Habit, ...] = (
     Habit(
         "Penalized",
         "a forward that reads parameters of other modules",
-        costs="the blocks are one unit with the rest, whose parameters stay gathered",
+        costs=STAYS_GATHERED,
         refused={STAGES: r"Penalized \(.*modules.py:\d+\) reads blocks.0"},
-        remedy="add the penalty with `optimizer.weight_decay`, or use no pipeline",
+        remedy="`optimizer.weight_decay`, or no pipeline",
     ),
     Habit("CollectedLosses", "blocks that append to a list of their caller"),
     Habit("GrowingState", "blocks that read and write a dict of their caller", quick=(CHECKPOINTS,)),
@@ -210,13 +219,13 @@ HABITS: tuple[Habit, ...] = (
     Habit("Scalars", "0-dim parameters", costs="every rank holds them whole"),
     Habit(
         "OddParameters",
-        "parameters that are frozen, of one element, without elements, not contiguous, of whole numbers",
+        "frozen, empty, one-element, not contiguous or integer parameters",
         quick=(ZERO_1, STAGES),
     ),
     Habit(
         "TiedBlocks",
         "a parameter that two blocks share",
-        costs="these blocks are one unit with the rest, whose parameters stay gathered",
+        costs=STAYS_GATHERED,
         refused={STAGES: "blocks.0.up.weight is used with blocks.0 and with blocks.2"},
         remedy="use no pipeline",
     ),
@@ -244,7 +253,7 @@ HABITS: tuple[Habit, ...] = (
         "a forward that sets a parameter anew (`self.bias = nn.Parameter(...)`)",
         refused=dict.fromkeys(
             LAYOUTS,
-            r"forward of ReplacedParameters \(.*modules.py:\d+\) puts another in the place of the parameter last.bias",
+            r"forward of ReplacedParameters \(.*modules.py:\d+\) puts a new one in place of the parameter last.bias",
         ),
         remedy="keep it in a buffer",
         quick=(),
@@ -261,7 +270,7 @@ HABITS: tuple[Habit, ...] = (
         "ComplexParameters",
         "complex parameters",
         refused=dict.fromkeys(SEVERAL, r"blocks.0.own of ComplexParameters \(.*modules.py:\d+\) is complex"),
-        remedy="keep real and imaginary parts in a real parameter (`torch.view_as_complex`)",
+        remedy="`torch.view_as_complex` of a real parameter",
         keys={"training": {"microbatch_size": None}},  # gradients of complex64 are rounded in each microbatch
         quick=(ONE,),
     ),
@@ -283,9 +292,112 @@ HABITS: tuple[Habit, ...] = (
     Habit(
         "ReturnedParameters",
         "a loss that reads the parameters that forward returns",
-        costs="the blocks are one unit with the rest, whose parameters stay gathered",
+        costs=STAYS_GATHERED,
         refused={STAGES: r"ReturnedParameters \(.*modules.py:\d+\) reads blocks.0"},
-        remedy="add the penalty with `optimizer.weight_decay`, or use no pipeline",
+        remedy="`optimizer.weight_decay`, or no pipeline",
         keys={"model": {"loss": "tests.habits.modules:penalized_error"}},
+    ),
+    Habit("CachesInGlobals", "caches in globals, `functools.lru_cache`", quick=()),
+    Habit(
+        "LossesInGlobals",
+        "blocks that leave losses in globals or on classes",
+        refused=dict.fromkeys(SEVERAL, "leaves a tensor with a gradient in LOSSES of tests.habits.keeping"),
+        remedy="hand a list to the blocks",
+        quick=(),
+    ),
+    Habit(
+        "CountedHook",
+        "a `register_hook` that counts its calls",
+        refused=dict.fromkeys((ONE, STAGES), "last.weight of CountedHook"),
+        remedy="one microbatch on each rank",
+        keys={"training": {"microbatch_size": 4}},
+        quick=(),
+    ),
+    Habit("Locked", "locks and open files as attributes", quick=()),
+    Habit(
+        "KeptGenerator",
+        "a Python generator as an attribute",
+        refused=dict.fromkeys(LAYOUTS, "rates of KeptGenerator keeps a generator"),
+        remedy="keep a list and a number",
+        quick=(),
+    ),
+    Habit(
+        "ClosedOver",
+        "functions that have captured a parameter",
+        refused=dict.fromkeys(LAYOUTS, r"project of ClosedOver \(.*keeping.py:\d+\) keeps parameters"),
+        remedy="read it from its module in forward",
+        quick=(),
+    ),
+    Habit("PatchedForwards", "blocks whose `forward` is wrapped", quick=()),
+    Habit(
+        "DerivedAttribute",
+        "attributes made from parameters in the constructor",
+        refused=dict.fromkeys(LAYOUTS, r"start of DerivedAttribute \(.*keeping.py:\d+\) keeps a tensor made from"),
+        remedy="a buffer of a clone",
+        quick=(),
+    ),
+    Habit(
+        "SharedMemory",
+        "two parameters of one memory (by `.data =`)",
+        refused=dict.fromkeys(LAYOUTS, r"first.weight and last.weight of SharedMemory \(.*keeping.py:\d+\) share"),
+        remedy="assign the parameter itself",
+        quick=(),
+    ),
+    Habit(
+        "LateHook",
+        "a forward that puts hooks on parameters",
+        refused=dict.fromkeys(LAYOUTS, r"LateHook \(.*keeping.py:\d+\) puts a hook on the gradient of last.weight"),
+        remedy="`register_hook` in the constructor",
+        quick=(),
+    ),
+    Habit(
+        "LateParameter",
+        "a forward that makes parameters or layers",
+        refused=dict.fromkeys(LAYOUTS, r"LateParameter \(.*keeping.py:\d+\) puts a new one .* parameter gain"),
+        remedy="make them in the constructor",
+        quick=(),
+    ),
+    Habit(
+        "Unfreezing",
+        "a forward that freezes or unfreezes parameters",
+        refused=dict.fromkeys(SEVERAL, r"Unfreezing \(.*keeping.py:\d+\) freezes or unfreezes the parameter blocks.0"),
+        remedy="`model.freeze`, or a mask by `register_hook`",
+        keys={"training": {"microbatch_size": None}},
+        quick=(),
+    ),
+    Habit(
+        "MarkedTensors",
+        "attributes that blocks set on tensors",
+        refused=dict.fromkeys(SEVERAL, r"blocks.0 of MarkedTensors \(.*keeping.py:\d+\) returns a tensor with"),
+        remedy="return the value beside the tensor",
+        quick=(),
+    ),
+    Habit(
+        "StateReading",
+        "`state_dict()` in forward",
+        refused=dict.fromkeys(SEVERAL, r"forward of StateReading \(.*keeping.py:\d+\) calls state_dict"),
+        remedy="read the parameters themselves",
+        quick=(),
+    ),
+    Habit("WrittenOutputs", "a module that writes into what its blocks return", quick=(STAGES,)),
+    Habit(
+        "LateWrites",
+        "`.data` that is written in a later step",
+        refused=dict.fromkeys(
+            (SHARDS, REPLICAS, ZERO_1, CHECKPOINTS, HALF), r"writes the parameter blocks.\d.up.weight, which is sharded"
+        ),
+        remedy="a callback after the step, or buffers",
+        keys={"training": {"microbatch_size": None}},
+        costs="one microbatch a step",
+        untried=(STAGES,),  # they have several
+        quick=(),
+    ),
+    Habit(
+        "CountingSteps",
+        "a forward that counts its calls, no chain of blocks",
+        refused={STAGES: "changes the number calls of CountingSteps, of which a trace keeps one value"},
+        remedy="hand on one tensor from block to block",
+        keys={"training": {"microbatch_size": None}},
+        quick=(),
     ),
 )

@@ -18,6 +18,7 @@ from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, OptimizerSection
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
+from tests.habits import modules
 
 STEPS, ROWS, DECAY, RATE, CLIP = 3, 8, 0.1, 0.05, 0.5
 FLOOR = 0.1  # of what errors are relative to: AdamW makes 1e-10 of a gradient that is nothing but rounding
@@ -45,9 +46,10 @@ class Trial:
 
 
 def make_job(directory: str, module: str, sections: dict[str, dict[str, Any]]) -> Job:
-    """Return the job that trains `module`, a name in `tests.habits.modules`, in fp64 with AdamW."""
+    """Return the job that trains `module`, a name in `modules` or `keeping`, in fp64 with AdamW."""
+    file = "modules" if hasattr(modules, module) else "keeping"
     base: dict[str, dict[str, Any]] = {
-        "model": {"factory": f"{HERE}.modules:{module}", "loss": f"{HERE}.building:squared_error"},
+        "model": {"factory": f"{HERE}.{file}:{module}", "loss": f"{HERE}.building:squared_error"},
         "data": {"factory": f"{HERE}.building:Rows", "cache_directory": f"{directory}/cache"},
         "parallel": {"device": "cpu"},
         "precision": {"compute": "fp64"},

@@ -38,7 +38,7 @@ REFUSED = {
     "TiedBlocks": r"blocks.0.up.weight of TiedBlocks \(.*modules.py:\d+\) is blocks.2.up.weight too",
     "BoundedRows": r"words of BoundedRows \(.*modules.py:\d+\) has max_norm",
     "MovingAverages": r"forward of MovingAverages \(.*modules.py:\d+\) writes the parameter blocks.0.slow",
-    "ReplacedParameters": r"ReplacedParameters \(.*modules.py:\d+\) puts another in the place of the parameter last",
+    "ReplacedParameters": r"ReplacedParameters \(.*modules.py:\d+\) puts a new one in place of the parameter last",
     "SparseGradients": r"words of SparseGradients \(.*modules.py:\d+\) has sparse gradients",
     "ParameterAttributes": r"ParameterAttributes \(.*modules.py:\d+\) reads an attribute that is set on a parameter",
     "ListedParameters": r"weights of ListedParameters \(.*modules.py:\d+\) keeps parameters",

@@ -8,12 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise._torch_compat.tracing import is_fake
+from shardwise._torch_compat.tracing import attributes_of_fakes, is_fake
 
 
 def version_of(tensor: Tensor) -> int:
     """Return how often autograd has seen the tensor's storage written."""
-    return tensor._version
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def attributes_of_users(tensor: Tensor) -> set[str]:
+    """Return the names of the attributes that a user's code has set on a tensor, fake or not."""
+    return vars(tensor).keys() - (attributes_of_fakes() if is_fake(tensor) else set())
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:

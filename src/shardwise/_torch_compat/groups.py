@@ -12,12 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+
+# No public name: collectives that a compiler can trace, which users call too (torch 2.11 to 2.14).
+from torch.distributed import _functional_collectives, distributed_c10d
 
 # No public name: DTensor keeps how it moved tensors between placements, with the meshes (torch 2.11 to 2.13).
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import debug
 
+functional_collectives = _functional_collectives
 # Public names, but torch 2.13 warns of the older ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

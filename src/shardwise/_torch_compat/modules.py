@@ -14,8 +14,18 @@ from torch.nn.modules._functions import BackwardHookFunction  # no public name (
 
 def clear_module_hooks(module: nn.Module) -> None:
     """Take off the hooks that a call of `module` calls."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
+    for hooks in hook_tables(module):
         hooks.clear()
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the tables of hooks that a call of `module`, or its backward, calls."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile` has made of another."""
+    return "_orig_mod" in module._modules  # its class would have to be imported, which takes seconds
 
 
 def is_backward_hook(function: type[Function]) -> bool:

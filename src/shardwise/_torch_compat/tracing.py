@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
@@ -16,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
+    "attributes_of_fakes",
     "is_fake",
     "is_traceable_wrapper_subclass",
     "tree_flatten",
@@ -23,6 +27,13 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+
+@cache
+def attributes_of_fakes() -> frozenset[str]:
+    """Return the names of the attributes that torch sets on fake tensors."""
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(0))) | {"_is_param"}
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_compat.autograd import version_of
+from shardwise._torch_compat.autograd import attributes_of_users, version_of
 from shardwise._torch_compat.tracing import tree_leaves
 from shardwise.model.capability import SUPPORTED, Capability, refused
 from shardwise.model.containers import copied, is_changeable, is_unchanged, walk
@@ -28,6 +28,7 @@ class BlockCalls:
         writes_tensor: a call has written a tensor that it was given.
         writes_activation: and that tensor was made from weights.
         changes_container: a call has changed a list, a dict or an object that it was given.
+        marks_tensor: a call has returned a tensor with attributes of the user's.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,6 +39,8 @@ class BlockCalls:
         self.writes_tensor = False
         self.writes_activation = False
         self.changes_container = False
+        self.marks_tensor = False
+        self._returned: list[tuple[Tensor, int]] = []
         self._given: list[tuple[Tensor, int, bool]] = []
         self._containers: tuple[Any, Any] = ((), ())  # as they are, and as they were
 
@@ -58,6 +61,14 @@ class BlockCalls:
         self.writes_tensor |= bool(written)
         self.writes_activation |= any(written)
         self.changes_container |= not is_unchanged(*self._containers, {})
+        returned = [value for value in walk(output) if isinstance(value, Tensor)]
+        self.marks_tensor |= any(attributes_of_users(tensor) for tensor in returned)
+        self._returned += [(tensor, version_of(tensor)) for tensor in returned]
+
+    @property
+    def is_written_into(self) -> bool:
+        """True if what a call has returned was written since, by the module around the blocks."""
+        return any(version_of(tensor) != version for tensor, version in self._returned)
 
     @property
     def arguments(self) -> dict[ArgumentKey, Any]:

@@ -14,7 +14,6 @@ A constructor that does not run without values is run with them on every rank.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import sys
 import weakref
@@ -33,6 +32,7 @@ from shardwise._torch_compat.autograd import share_gradient_hooks
 from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import SkippedFills, storage_key, written_tensors
 from shardwise.errors import ModelError
+from shardwise.model.copies import deep_copy
 from shardwise.model.initializers import MODEL_INITIALIZER, MODULE_INITIALIZERS, run_initializer
 from shardwise.model.parameter_kinds import DECLARED_CLASS
 
@@ -284,7 +284,7 @@ def _writers_when_run_again(module: nn.Module) -> dict[str, tuple[type, str]]:
     nothing.
     """
     try:
-        copied = copy.deepcopy(module)
+        copied = deep_copy(module)
     except Exception:  # any code may run in a copy
         return {}
     writes = ConstructorWrites()
@@ -324,6 +324,12 @@ def check_tensors(module: nn.Module, where: str) -> None:
     parameters = dict(module.named_parameters())
     if not parameters:
         raise ModelError(f"{where} returned a module without parameters; there is nothing to train")
+    scripted = next((name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise ModelError(
+            f"{where}: {scripted or 'the module'} is a torch.jit.ScriptModule, whose parameters cannot be made anew; "
+            "leave torch.jit.script out, and set model.compile"
+        )
     lazy = next((name for name, parameter in parameters.items() if is_lazy(parameter)), None)
     if lazy is not None:
         raise ModelError(f"{where}: parameter {lazy!r} is lazy; give every layer its sizes")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,8 +56,12 @@ def module_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
-def walk(*values: Any) -> Iterator[Any]:
-    """Yield `values` and what lies in them at any depth, each object once."""
+def walk(*values: Any, into_functions: bool = False) -> Iterator[Any]:
+    """Yield `values` and what lies in them at any depth, each object once.
+
+    Args:
+        into_functions: whether what functions have captured lies in them.
+    """
     visited: set[int] = set()
     waiting = deque(values)
     while waiting:
@@ -64,10 +70,13 @@ def walk(*values: Any) -> Iterator[Any]:
             continue
         visited.add(id(value))
         yield value
-        waiting.extend(_items(value))
+        waiting.extend(items_of(value))
+        if into_functions:
+            waiting.extend(captured(value))
 
 
-def _items(value: Any) -> list[Any]:
+def items_of(value: Any) -> list[Any]:
+    """Return what lies in a container, a tuple or an object, one level deep."""
     if isinstance(value, Tensor):
         return []
     if isinstance(value, dict):
@@ -75,6 +84,26 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list, set, deque)):
         return list(value)
     return list(attributes_of(value).values()) if is_object(value) else []
+
+
+def captured(function: Any) -> list[Any]:
+    """Return the values that a function has from where it was made: variables around it, defaults, bound arguments."""
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    if isinstance(function, MethodType):
+        return [function.__self__, function.__func__]
+    if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] in LIBRARIES:
+        return []
+    variables = [cell.cell_contents for cell in filled_cells(function)]
+    return [*variables, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def filled_cells(function: Any) -> Iterator[Any]:
+    """Yield the cells of the variables around a function, where these have values."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it has none yet
+            _ = cell.cell_contents
+            yield cell
 
 
 Pairs = dict[int, tuple[Any, Any]]  # `id` of an object -> (the object, what takes its place)
@@ -134,8 +163,8 @@ def is_unchanged(value: Any, earlier: Any, originals: Mapping[int, Any]) -> bool
         originals: `id` of an object in `earlier` -> the object of which it is a copy.
     """
     if isinstance(value, tuple | list | deque | dict) or is_object(value):
-        pairs = zip(_items(value), _items(earlier)) if type(value) is type(earlier) else ()
-        return len(_items(value)) == len(_items(earlier)) and all(is_unchanged(*pair, originals) for pair in pairs)
+        pairs = zip(items_of(value), items_of(earlier)) if type(value) is type(earlier) else ()
+        return len(items_of(value)) == len(items_of(earlier)) and all(is_unchanged(*pair, originals) for pair in pairs)
     if isinstance(value, Tensor):
         return value is earlier or value is originals.get(id(earlier))
     return value is earlier or (type(value) is type(earlier) and isinstance(value, PLAIN) and value == earlier)

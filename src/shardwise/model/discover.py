@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise._torch_compat.modules import is_compiled
 from shardwise.job.axes import Axis
 from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.model.adapter_config import adapter_settings
@@ -29,6 +30,7 @@ from shardwise.model.experts import computes_grouped, expert_capability, expert_
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
+    GradientHook,
     definition_of,
     find_accumulate_grad_hooks,
     find_gradient_hooks,
@@ -54,6 +56,7 @@ from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
 from shardwise.model.tensor_split import TensorSplit
+from shardwise.model.user_state import user_state_kept
 from shardwise.model.weight_dtypes import with_weight_dtypes
 
 SIMILAR_NAMES = 0.5  # share of parameter names that the children of a list of blocks have in common
@@ -78,6 +81,17 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     `example` holds keyword arguments for the forward of a user's module; without it a module that does not take
     `input_ids` cannot be probed, and the facts then assume the worst and say so in `probe_failure`.
     """
+    hooks = find_gradient_hooks(model)
+    with user_state_kept(model, chain.from_iterable(hooks.values())):
+        return _discover(model, job, example, hooks)
+
+
+def _discover(
+    model: nn.Module,
+    job: Job,
+    example: Mapping[str, Tensor] | None,
+    hooks: Mapping[str, tuple[GradientHook, ...]],
+) -> ModelFacts:
     lists = find_block_lists(model)
     blocks = [name for names in lists for name in names]
     config = _text_config(model)
@@ -90,7 +104,6 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     examined = ExaminedModel(model, tuple(blocks), forward, tensor, pipeline)
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
-    hooks = find_gradient_hooks(model)
     is_pretrained = isinstance(model, PreTrainedModel)
     facts = ModelFacts(
         **_dtypes(model, job, example),
@@ -199,6 +212,7 @@ def _writes(forward: ForwardProbe) -> dict[str, Any]:
         "activation_writing_blocks": forward.activation_writing_blocks,
         "written_parameters": forward.written_parameters,
         "replaced_parameters": forward.replaced_parameters,
+        "effects": forward.effects,
     }
 
 
@@ -307,6 +321,10 @@ def _stages(
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if forward.blocks_without_gradient and not isinstance(model, PreTrainedModel):
         reason = f"{definition_of(model)} runs its blocks where gradients are off; checkpoint with use_reentrant=False"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+    compiled = next((name for names in lists for name in names if is_compiled(model.get_submodule(name))), None)
+    if capability.ok and compiled is not None:
+        reason = f"{compiled} is compiled by torch.compile, which keeps the layers that a stage leaves out"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if capability.ok and forward.takes_outer_gradient:
         reason = f"{definition_of(model)} takes a gradient through its blocks"

@@ -13,9 +13,11 @@ from functools import cached_property
 from shardwise.job.axes import Axis
 from shardwise.model.capability import SUPPORTED, Capability, refused
 from shardwise.model.parameter_kinds import ParameterKinds
+from shardwise.model.parameter_writes import ForwardEffects
 from shardwise.model.tensor_split import TensorSplit
 
 NO_KINDS = ParameterKinds()
+NO_EFFECTS = ForwardEffects()
 NOT_EXAMINED = refused("it was not looked at")
 
 
@@ -226,6 +228,7 @@ class ModelFacts:
     activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
     written_parameters: tuple[str, ...] = ()  # of a user's module, by its forward
     replaced_parameters: tuple[str, ...] = ()  # of a user's module, by others that its forward makes
+    effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
     cast_arguments: tuple[str, ...] = ()  # of a user's module, float ones that it cannot take in fp32 in 16 bits

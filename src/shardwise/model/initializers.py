@@ -8,7 +8,6 @@ innermost that it lies in. Torch's modules have `reset_parameters()`. Modules of
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import SkippedFills, storage_key, written_tensors
 from shardwise.errors import ModelError
+from shardwise.model.copies import deep_copy
 
 MODEL_INITIALIZER = "_init_weights"
 # Operators whose result does not follow from what the tensor held.
@@ -158,7 +158,7 @@ def parents_that_initialize(model: nn.Module, blocks: Collection[str]) -> dict[s
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return deep_copy(model)
     except RuntimeError as error:  # torch copies no tensor that was computed from parameters
         raise ModelError(
             f"{type(model).__name__} cannot be copied: {error}; compute tensors from parameters in forward and keep "

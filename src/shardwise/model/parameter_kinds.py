@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from shardwise._torch_compat.modules import hook_tables
+from shardwise._torch_compat.writes import storage_key
 from shardwise.model.containers import module_attributes, walk
 
 DECLARED_CLASS = (
@@ -27,7 +33,9 @@ class ParameterKinds:
         sparse: embeddings whose gradients are sparse.
         bounded: embeddings whose forward scales rows down to `max_norm`, in place.
         subclassed: parameters of a class of their own.
-        listed: attributes of modules that keep parameters beside those that are registered.
+        listed: attributes of modules that keep parameters beside those that are registered, in lists or functions.
+        derived: attributes of modules that keep tensors made from parameters.
+        overlapping: pairs of two parameters, or of a parameter and a buffer, in one memory.
     """
 
     complex: tuple[str, ...] = ()
@@ -36,6 +44,8 @@ class ParameterKinds:
     bounded: tuple[str, ...] = ()
     subclassed: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    overlapping: tuple[tuple[str, str], ...] = ()
 
 
 def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
@@ -51,17 +61,53 @@ def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
         sparse=tuple(name for name, embedding in embeddings if embedding.sparse),
         bounded=tuple(name for name, embedding in embeddings if embedding.max_norm is not None),
         subclassed=tuple(name for name, parameter in model.named_parameters() if hasattr(parameter, DECLARED_CLASS)),
-        listed=() if isinstance(model, PreTrainedModel) else tuple(_attributes_with_parameters(model)),
+        **({} if isinstance(model, PreTrainedModel) else _kept_beside(model)),
     )
 
 
-def _attributes_with_parameters(model: nn.Module) -> Iterator[str]:
+def _kept_beside(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of ParameterKinds that say what a user's module keeps beside its parameters."""
+    registered = {id(module) for module in model.modules()}
+    listed, derived = list[str](), list[str]()
     for name, module in model.named_modules():
-        for attribute, value in module_attributes(module).items():
-            if isinstance(module, nn.RNNBase) and attribute == RENEWED:
-                continue
-            if any(isinstance(inner, nn.Parameter) for inner in walk(value)):
-                yield f"{name}.{attribute}".lstrip(".")
+        for attribute, value in _attributes(module):
+            where = f"{name}.{attribute}".lstrip(".")
+            inside = list(walk(value, into_functions=True))
+            if any(_keeps_parameters(inner, registered) for inner in inside):
+                listed.append(where)
+            elif any(isinstance(inner, Tensor) and inner.is_meta for inner in inside):
+                derived.append(where)
+    return {"listed": tuple(listed), "derived": tuple(derived), "overlapping": tuple(_overlapping(model))}
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of what a module's own code has set on it, hooks among them."""
+    for attribute, value in module_attributes(module).items():
+        if not (isinstance(module, nn.RNNBase) and attribute == RENEWED):
+            yield attribute, value
+    for hook in (hook for table in hook_tables(module) for hook in table.values()):
+        yield getattr(hook, "__name__", "a hook"), hook
+
+
+def _keeps_parameters(value: Any, registered: Collection[int]) -> bool:
+    """Tell whether `value` is a parameter, an optimizer, or a module with parameters that is not among `registered`."""
+    if isinstance(value, nn.Module):
+        return id(value) not in registered and any(True for _ in value.parameters())
+    return isinstance(value, nn.Parameter | Optimizer)
+
+
+def _overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of tensors that have elements of one memory in common; on the meta device too."""
+    spans: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_kept = not is_lazy(tensor) and tensor.numel()
+        if is_kept and (tensor.is_meta or isinstance(tensor, nn.Parameter)):
+            start = int(tensor.storage_offset())
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            end = start + sum((int(size) - 1) * int(step) for size, step in steps) + 1
+            others = spans[storage_key(tensor)]
+            yield from ((other, name) for other, first, last in others if start < last and first < end)
+            others.append((name, start, end))
 
 
 def is_shardable(parameter: Tensor) -> bool:

@@ -13,13 +13,12 @@ What cannot be probed gets the cautious answer and a reason, never an exception.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -34,12 +33,14 @@ from shardwise.model.attention_calls import AttentionCalls
 from shardwise.model.capability import SUPPORTED, Capability
 from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
 from shardwise.model.containers import walk
-from shardwise.model.facts import AttentionFacts, ModelFacts
+from shardwise.model.copies import deep_copy
+from shardwise.model.facts import NO_EFFECTS, AttentionFacts, ModelFacts
 from shardwise.model.fixed_values import FixedValues
 from shardwise.model.layer_drop import FixedScalarDraws
-from shardwise.model.parameter_writes import ParameterWrites
+from shardwise.model.parameter_writes import ForwardEffects, ParameterWrites
 from shardwise.model.process_numbers import process_numbers_kept
 from shardwise.model.stage_cut import ExecutionOrder
+from shardwise.model.user_state import tensors_in, user_namespaces, user_state_kept
 
 Result = TypeVar("Result")
 Shapes = dict[tuple[str, int], tuple[int, ...]]  # of (module, number of its output)
@@ -101,6 +102,7 @@ class ForwardProbe:
     activation_writing_blocks: tuple[str, ...] = ()  # and that tensor was made from weights
     written_parameters: tuple[str, ...] = ()  # by the forward
     replaced_parameters: tuple[str, ...] = ()  # by others that the forward makes
+    effects: ForwardEffects = NO_EFFECTS
     container_changing_blocks: tuple[str, ...] = ()  # those that change a list, a dict or an object that they are given
     failure: str = ""
 
@@ -163,6 +165,7 @@ def _probe_paths(model: nn.Module, block_lists: Sequence[Sequence[str]], inputs:
         ),
         written_parameters=tuple(sorted({name for path in paths for name in path.written_parameters})),
         replaced_parameters=tuple(sorted({name for path in paths for name in path.replaced_parameters})),
+        effects=reduce(ForwardEffects.joined, (path.effects for path in paths), NO_EFFECTS),
     )
 
 
@@ -206,7 +209,8 @@ def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, A
         recorded.get_submodule(block.name).register_forward_hook(partial(record, block.name, stages.handed_on))
     if stages.encoder:
         recorded.get_submodule(stages.encoder).register_forward_hook(partial(record, stages.encoder, (0,)))
-    failure = try_devices(partial(run_on_fakes, recorded, inputs))[1]
+    with user_state_kept(model):
+        failure = try_devices(partial(run_on_fakes, recorded, inputs))[1]
     if failure:
         raise ModelError(
             f"what travels between the stages of {facts.family} cannot be told for this batch: {failure}; use "
@@ -337,7 +341,7 @@ def copy_to_probe(model: nn.Module) -> nn.Module:
     Its experts, if it has some, are computed in the one way of transformers' whose shapes do not depend on the routing
     and whose widths may be any.
     """
-    copied = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+    copied = deep_copy(model, model.buffers())
     for name, parameter in copied.named_parameters():
         vars(parameter).update(vars(model.get_parameter(name)))  # torch's copies have no attributes
     batch_experts(copied)
@@ -361,13 +365,17 @@ class _RecordedForward:
         self.order = ExecutionOrder(model, block_lists)
         self.functions = _FunctionCalls(positions, self.order)
         self.writes = ParameterWrites()
-        model.register_forward_hook(self.writes.record_replaced)
+        model.register_forward_hook(self.writes.record_end)
+        self.namespaces = user_namespaces(model.modules())
+        self.known_globals = tensors_in(self.namespaces)
+        self.global_tensor = ""
         self.draws = FixedScalarDraws(draw)
         self.draws_process_numbers = False
         self.attention = AttentionCalls()
         for block in (block for blocks in self.blocks for block in blocks):
             model.get_submodule(block.name).register_forward_pre_hook(block.record_arguments, with_kwargs=True)
             model.get_submodule(block.name).register_forward_hook(block.record_output)
+            model.get_submodule(block.name).register_forward_hook(self._record_globals)
         for module in model.modules():
             if type(module).forward in DROPOUT_FORWARDS:
                 module.register_forward_pre_hook(self.functions.enter_module)
@@ -384,13 +392,15 @@ class _RecordedForward:
             stack.enter_context(_quiet())
             if on_fakes:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            state = {name: make(tensor, device, dtype) for name, tensor in _tensors(self.model)}
+            state = {name: make(tensor, device, dtype) for name, tensor in self.model.named_buffers()}
             for name, parameter in self.model.named_parameters():  # a bias on scores may have a gradient
-                state[name].requires_grad_(parameter.requires_grad)
+                state[name] = nn.Parameter(make(parameter, device, dtype), parameter.requires_grad)
+                vars(state[name]).update(vars(parameter))
             given = {name: make(tensor, device, dtype) for name, tensor in inputs.items()}
             self.functions.names = {id(tensor): name for name, tensor in state.items()}
             self.writes.watch({name: state[name] for name, _ in self.model.named_parameters()})
             stack.enter_context(self.writes)
+            stack.enter_context(self.writes.calls_recorded())
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(self.functions)
             stack.enter_context(self.draws)
@@ -399,6 +409,11 @@ class _RecordedForward:
             output = torch.func.functional_call(self.model, state, (), given)
             self.draws_process_numbers = were_drawn()
         return self._result(output)
+
+    def _record_globals(self, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = tensors_in(self.namespaces)
+        left = (where for key, where in tensors.items() if key not in self.known_globals)
+        self.global_tensor = self.global_tensor or next(left, "")
 
     def _result(self, output: Any) -> ForwardProbe:
         self.order.end_forward(output)
@@ -410,7 +425,9 @@ class _RecordedForward:
         blocks = [block for blocks in self.blocks for block in blocks]
         logits = getattr(output, "logits", None)
         names = {id(module): name for name, module in self.model.named_modules()}
-        are_chain = all(is_chain(blocks) for blocks in self.blocks)
+        is_users = not isinstance(self.model, PreTrainedModel)
+        are_written = is_users and any(block.is_written_into for block in blocks)
+        are_chain = not are_written and all(is_chain(blocks) for blocks in self.blocks)
         all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
         is_last = len(functions.logits) == 1 and logits is functions.logits[0] and not functions.logits_used
         return ForwardProbe(
@@ -441,6 +458,13 @@ class _RecordedForward:
             activation_writing_blocks=tuple(block.name for block in blocks if block.writes_activation),
             written_parameters=self.writes.written(),
             replaced_parameters=self.writes.replaced,
+            effects=ForwardEffects(
+                self.writes.refrozen,
+                self.writes.hooked,
+                self.writes.saves_state,
+                next((block.name for block in blocks if block.marks_tensor), ""),
+                self.global_tensor,
+            ),
             container_changing_blocks=tuple(block.name for block in blocks if block.changes_container),
         )
 

@@ -7,7 +7,6 @@ not travel: whoever wants them makes them again, by the part of a piece that lea
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
 import warnings
@@ -28,8 +27,10 @@ from transformers.utils import ModelOutput
 
 from shardwise._torch_compat.modules import copy_module
 from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
+from shardwise.model.copies import deep_copy
 from shardwise.model.own_gradients import own_gradients_found
 from shardwise.model.process_numbers import process_numbers_kept
+from shardwise.model.user_state import numbers_kept, user_state_kept
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
 DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
@@ -134,18 +135,26 @@ def trace(
     traced, spec = _fake_copy(model, mode, device, dtypes), SimpleNamespace()
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
-    traced.forward = MethodType(_flat_forward(partial(traced.forward, **plain), tuple(tensors), spec), traced)
+    counted = partial(_changed_number, traced, numbers_kept(traced))
+    traced.forward = MethodType(_flat_forward(partial(traced.forward, **plain), tuple(tensors), spec, counted), traced)
     reached = dict[str, None]()
     for name in starts:
         traced.get_submodule(name).register_forward_pre_hook(partial(_cut_before, name, reached))
     classes = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
-    with _quiet(), process_numbers_kept() as were_drawn, own_gradients_found() as own_gradient:
+    with (
+        _quiet(),
+        user_state_kept(model),
+        process_numbers_kept() as were_drawn,
+        own_gradients_found() as own_gradient,
+    ):
         pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, classes, blocks, dropout))
         if were_drawn():
             raise RuntimeError("its forward draws numbers from Python's or NumPy's generator, which a trace would keep")
         if own_gradient():
             raise RuntimeError(f"its forward has {own_gradient()}, of which a trace keeps nothing")
+        if spec.counted:
+            raise RuntimeError(f"its forward changes the number {spec.counted}, of which a trace keeps one value")
     if pipe.num_stages != len(reached) + 1 or list(reached) != list(starts[: len(reached)]):
         raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
     forward = _read(
@@ -196,7 +205,7 @@ def _fake_copy(
     model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype | None]
 ) -> Any:
     """Return a copy on fake tensors in which nothing is tied: torch 2.13 cannot sink a parameter of two names."""
-    traced = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+    traced: Any = deep_copy(model, model.buffers())
     visited: set[int] = set()
     for name, module in list(traced.named_modules(remove_duplicate=False)):
         if id(module) in visited:
@@ -216,11 +225,22 @@ def _dtype(tensor: Tensor, floating: torch.dtype | None) -> torch.dtype:
     return floating if floating and tensor.is_floating_point() else tensor.dtype
 
 
-def _flat_forward(forward: Callable[..., Any], names: Sequence[str], spec: SimpleNamespace) -> Callable[..., Any]:
-    """Return `forward` as a function of tensors to a tuple of tensors; `spec.rebuild` puts the output together."""
+def _changed_number(model: nn.Module, earlier: Mapping[str, float]) -> str:
+    """Say where the user's code has changed a number since; torch puts it back when it has traced."""
+    return next((where for where, number in numbers_kept(model).items() if number != earlier.get(where)), "")
+
+
+def _flat_forward(
+    forward: Callable[..., Any], names: Sequence[str], spec: SimpleNamespace, counted: Callable[[], str]
+) -> Callable[..., Any]:
+    """Return `forward` as a function of tensors to a tuple of tensors; `spec.rebuild` puts the output together.
+
+    `spec.counted` is what `counted` says at its end.
+    """
 
     def run(self: nn.Module, *values: Tensor) -> tuple[Tensor, ...]:
         output = forward(**dict(zip(names, values, strict=True)))
+        spec.counted = counted()
         if isinstance(output, ModelOutput):
             output = _without_caches(output)
         leaves, form = tree_flatten(output)

@@ -7,7 +7,6 @@ pipeline). Transforms change the stages' modules in place and hand on to later o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,8 +23,10 @@ from shardwise._torch_compat.tracing import is_fake
 from shardwise.job.axes import Axis, data_axes
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.loss import VocabularyShard
+from shardwise.model.copies import deep_copy
 from shardwise.model.facts import ModelFacts
 from shardwise.model.gradient_hooks import find_accumulate_grad_hooks, find_gradient_hooks
+from shardwise.model.user_state import mentions, user_namespaces
 from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.context import ContextParallel
 from shardwise.parallel.deferred_head import DeferredHead
@@ -156,10 +157,13 @@ class ModelBuilder:
         gradient_hooks: hooks of the user's parameters on their gradients, by name.
         accumulate_grad_hooks: those that are called once a gradient is accumulated, by name.
         parameter_attributes: attributes that the user's code has set on parameters, by name.
+        is_users: whether classes of the model are the user's.
+        mentions_data: whether the user's code, initializers aside, has an attribute `data`, by which it may write
+            parameters behind autograd's back.
     """
 
     def __init__(self, model: nn.Module, numbers: tuple[int, ...]) -> None:
-        models = [model, *(copy.deepcopy(model) for _ in numbers[1:])]
+        models = [model, *(deep_copy(model) for _ in numbers[1:])]
         stage_numbers: tuple[int | None, ...] = numbers or (None,)
         self.stages = [StageBuilder(stage, number) for stage, number in zip(models, stage_numbers, strict=True)]
         self.gradient_hooks = find_gradient_hooks(model)  # of parameters that transforms make anew
@@ -169,6 +173,7 @@ class ModelBuilder:
         self.parameter_attributes = {
             name: dict(vars(value)) for name, value in model.named_parameters() if vars(value) and not is_fake(value)
         }
+        self.is_users, self.mentions_data = bool(user_namespaces(model.modules())), mentions(model, "data")
         self.boundary_shapes: BoundaryShapes | None = None
         self.context: ContextParallel | None = None
         self.routers: ExpertRouters | None = None
@@ -237,7 +242,8 @@ class ModelBuilder:
     def _uses(self, plan: Plan) -> list[UnitUse]:
         """Return the use of units under each root; the blocks of a stage cannot be skipped."""
         roots = {id(stage.fsdp_modules): stage.fsdp_modules for stage in self.stages if stage.fsdp_modules}
-        return [UnitUse(modules, plan.degrees[Axis.PIPELINE] == 1) for modules in roots.values()]
+        may_skip = plan.degrees[Axis.PIPELINE] == 1
+        return [UnitUse(modules, may_skip, self.is_users, self.mentions_data) for modules in roots.values()]
 
     def _unsharded(self, plan: Plan, tensor_map: TensorMap) -> list[str]:
         """Return the trainable parameters that several ranks hold without FSDP2, in one order on all ranks."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.gradient_hooks import GradientHook
+from shardwise.model.user_state import user_namespaces
 from shardwise.parallel.context import ContextParallel, SequenceShard
 from shardwise.parallel.deferred_head import DeferredHead
 from shardwise.parallel.gradient_hooks import apply_gradient_hooks
@@ -32,6 +35,7 @@ from shardwise.parallel.own_collectives import own_collectives_refused
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
 from shardwise.parallel.routers import ExpertRouters, updated_bias
 from shardwise.parallel.running_statistics import RunningStatistics
+from shardwise.parallel.sharded_access import sharded_access_named
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 from shardwise.parallel.unit_use import UnitUse, compare_use
@@ -215,13 +219,23 @@ class ParallelModel:
         first = self.layout.index(Axis.TENSOR) == 0 and self.layout.index(Axis.PIPELINE) == 0
         return sum(int(microbatch.counted.sum()) for microbatch in microbatches) if first else 0
 
+    @cached_property
+    def _users_files(self) -> list[ModuleType]:
+        """The Python modules in which classes of the user's module are defined."""
+        namespaces = user_namespaces(module for part in self.parts for module in part.module.modules())
+        return [namespace for namespace in namespaces if isinstance(namespace, ModuleType)]
+
     @contextmanager
     def _users_forward(self) -> Iterator[None]:
         """Name an error of a user's module with its file and line, and refuse its own collectives."""
         if self.facts.has_config:
             yield
             return
-        with user_code(f"the forward of {self.facts.definition}"), own_collectives_refused():
+        with (
+            user_code(f"the forward of {self.facts.definition}"),
+            sharded_access_named(self.facts.definition),
+            own_collectives_refused(files=self._users_files),
+        ):
             yield
 
     def _split(self, microbatch: Any) -> tuple[Any, SequenceShard | None]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+import torch.distributed.nn as differentiable
 
+from shardwise._torch_compat.groups import functional_collectives
 from shardwise.errors import UserCodeError
 
 NAMES = (
@@ -23,21 +26,38 @@ NAMES = (
     "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "new_group",
     "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
 )  # fmt: skip
+FUNCTIONAL = ("all_gather_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 OF_LIBRARIES = ("torch", "shardwise", "transformers", "accelerate")
 
 
 @contextmanager
-def own_collectives_refused(inside: Collection[int] = ()) -> Iterator[None]:
+def own_collectives_refused(inside: Collection[int] = (), files: Iterable[ModuleType] = ()) -> Iterator[None]:
     """Inside, a collective that is called from a module of the user's raises UserCodeError.
 
     Args:
         inside: ranks that all run the same modules: collectives among them alone pass.
+        files: the user's Python modules, which may have imported collectives by name.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    with mock.patch.dict(vars(dist), {name: _checked(getattr(dist, name), inside) for name in NAMES}):
+    with ExitStack() as stack:
+        for file, names in _callable_from(files):
+            for name in names:
+                stack.enter_context(mock.patch.object(file, name, _checked(vars(file)[name], inside)))
         yield
+
+
+def _callable_from(files: Iterable[ModuleType]) -> Iterator[tuple[ModuleType, list[str]]]:
+    """Yield the Python modules in which user code finds collectives, with the names that these have there."""
+    known = {getattr(dist, name) for name in NAMES}
+    yield dist, [*NAMES]
+    yield functional_collectives, [*FUNCTIONAL]
+    for file in (differentiable, differentiable.functional):
+        yield file, [name for name in NAMES if name in vars(file)]
+    for file in files:
+        names = [name for name, value in vars(file).items() if inspect.isfunction(value) and value in known]
+        yield file, names
 
 
 def _checked(collective: Callable[..., Any], inside: Collection[int]) -> Callable[..., Any]:
@@ -47,9 +67,9 @@ def _checked(collective: Callable[..., Any], inside: Collection[int]) -> Callabl
         is_own = str(caller.f_globals.get("__name__", "")).partition(".")[0] not in OF_LIBRARIES
         if is_own and not _members(collective, *args, **kwargs) <= set(inside):
             raise UserCodeError(
-                f"a forward calls torch.distributed.{collective.__name__} ({caller.f_code.co_filename}:"
-                f"{caller.f_lineno}), and those of several ranks need not meet. Compute what ranks share in a callback "
-                "after the step, or train with one worker"
+                f"a forward calls torch.distributed.{collective.__name__} "
+                f"({caller.f_code.co_filename}:{caller.f_lineno}), and those of several ranks need not meet. Compute "
+                "what ranks share in a callback after the step, or train with one worker"
             )
         return collective(*args, **kwargs)
 
@@ -57,6 +77,7 @@ def _checked(collective: Callable[..., Any], inside: Collection[int]) -> Callabl
 
 
 def _members(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> set[int]:
-    """Return the global ranks of the group in which a collective is called."""
+    """Return the global ranks of the group in which a collective is called; all where it has no such group."""
     group = inspect.signature(collective).bind_partial(*args, **kwargs).arguments.get("group")
-    return set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    is_group = isinstance(group, dist.ProcessGroup)
+    return set(dist.get_process_group_ranks(group if is_group else dist.group.WORLD))

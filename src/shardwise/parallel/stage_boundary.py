@@ -7,7 +7,6 @@ every stage of the decoder. Then one flat tensor travels, so that torch's stages
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
+from shardwise.model.copies import deep_copy
 from shardwise.model.facts import ModelFacts
 from shardwise.model.probe import Shapes, shapes_handed_on
 from shardwise.plan.plan import Plan
@@ -101,7 +101,7 @@ class BoundaryShapes:
     """
 
     def __init__(self, model: nn.Module, facts: ModelFacts, plan: Plan) -> None:
-        self.model = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+        self.model = deep_copy(model, model.buffers())
         self.facts, self.plan = facts, plan
         self._known: dict[Any, Shapes] = {}
 

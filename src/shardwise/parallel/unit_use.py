@@ -14,16 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat.autograd import share_attributes, version_of
+from shardwise._torch_compat.autograd import accumulate_grad_hooks, gradient_hooks, share_attributes, version_of
 from shardwise._torch_compat.fsdp2 import ShardedUnit, UnitHooks
+from shardwise._torch_compat.tracing import is_fake
 from shardwise.collectives import registration
 from shardwise.collectives.names import SAME_ORDER, CollectiveName, unit_names
 from shardwise.errors import ModelError
@@ -36,21 +38,73 @@ NAMES_OF_UNITS = CollectiveName("the names of sharded units", "world", "all_gath
 MOST_EVENTS = 1 << 16  # of a step; older ones are forgotten, on all ranks alike
 
 
+@dataclass(frozen=True)
+class Traits:
+    """Traits of a parameter that a forward may change: whether it is trained, and its number of gradient hooks."""
+
+    trained: bool
+    hooks: int
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Traits:
+        """Return the traits of a parameter now."""
+        return cls(parameter.requires_grad, len(gradient_hooks(parameter)) + len(accumulate_grad_hooks(parameter)))
+
+    def change(self, later: Traits) -> str:
+        """Say what has happened since; "" for nothing."""
+        if later.trained != self.trained:
+            return "freezes or unfreezes"
+        return "puts a hook on the gradient of" if later.hooks > self.hooks else ""
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """A gathered parameter: its traits, how often autograd saw it written, and the sum of its values.
+
+    Traits and sum are None where they are not watched.
+    """
+
+    traits: Traits | None
+    version: int
+    total: Tensor | None
+
+    def change(self, later: GatheredState) -> str:
+        """Say what has happened since; "" for nothing."""
+        is_other = self.total is not None and later.total is not None and not torch.equal(self.total, later.total)
+        if later.version != self.version or is_other:
+            return "writes"
+        return self.traits.change(later.traits) if self.traits and later.traits else ""
+
+
+def _sum_of(parameter: Tensor) -> Tensor | None:
+    """Return a sum that changes with the values; None of a dry run's, which have none."""
+    return None if is_fake(parameter) else parameter.detach().double().nan_to_num().sum()
+
+
 class UnitUse(UnitHooks):
     """The units under one root, as this rank's microbatches use them.
 
     Attributes:
-        changed: units and places of the parameters in them that a forward of this step has written.
+        changed: what a forward of this step has done to parameters, by their units and places in these.
         irregular: times in this step that the order was not the model's.
         events: gathers and reductions of this step, as (operation, unit).
     """
 
-    def __init__(self, modules: Sequence[FSDPModule], takes_part: bool) -> None:
+    def __init__(
+        self,
+        modules: Sequence[FSDPModule],
+        takes_part: bool,
+        watches_traits: bool = False,
+        watches_values: bool = False,
+    ) -> None:
         """Watch `modules`, the root first.
 
         Args:
             modules: all of FSDP2's modules under one root.
             takes_part: whether a rank takes part for whole units that it does not run.
+            watches_traits: whether a forward may do more to parameters than autograd sees: a user's.
+            watches_values: whether the values of gathered parameters are compared before and after a forward, which
+                may write them behind autograd's back.
         """
         names = unit_names(modules[0])
         units = {id(unit.state): unit for unit in map(ShardedUnit, reversed(modules))}  # one for a group of blocks
@@ -59,7 +113,8 @@ class UnitUse(UnitHooks):
         self._reductions = [CollectiveName(name, Axis.REPLICA, "all_reduce") for name in self.names]
         self._groups = list(dict.fromkeys(group for unit in self.units for group in unit.process_groups()))
         self.takes_part = takes_part
-        self.changed: set[tuple[int, int]] = set()
+        self.watches_traits, self.watches_values = watches_traits, watches_values
+        self.changed: dict[tuple[int, int], str] = {}
         self.irregular = 0
         self.events: deque[tuple[str, int]] = deque(maxlen=MOST_EVENTS)
         self._compared = False
@@ -67,7 +122,8 @@ class UnitUse(UnitHooks):
         self._kept: set[int] = set()
         self._filled: set[int] = set()
         self._used: set[int] = set()
-        self._versions: dict[int, list[int]] = {}
+        self._states: dict[int, list[GatheredState]] = {}
+        self._traits: list[list[Traits]] = []  # of sharded parameters, at the root's forward
         self._forwarded: set[int] = set()
         self._backwarded: set[int] = set()
         self._reduced: set[int] = set()
@@ -99,6 +155,7 @@ class UnitUse(UnitHooks):
         """Take part for the units ahead of `index` that this microbatch has not run."""
         if index == 0:
             self._forwarded.clear()
+            self._traits = self._sharded_traits() if self.watches_traits else []
             return
         if self._backwarded:
             return  # a unit inside of a checkpoint, whose forward runs again in backward
@@ -115,16 +172,29 @@ class UnitUse(UnitHooks):
             self._gathered.add(index)
             for sharded, gathered in self.units[index].parameters():
                 share_attributes(sharded, gathered)
-        self._versions[index] = self._versions_of(index)
+        self._states[index] = self._states_of(index)
 
     def after_forward(self, index: int) -> None:
         """Note which parameters the unit's forward has changed; at the root's end take part for skipped units."""
         if index == 0:
             self._run_skipped_forwards(len(self.units))
             self._compare_first_forward()
-        before = self._versions.pop(index, [])
-        now = self._versions_of(index)
-        self.changed |= {(index, place) for place, version in enumerate(before) if now[place] != version}
+            self._compare_traits()
+        before = self._states.pop(index, [])
+        for place, (earlier, now) in enumerate(zip(before, self._states_of(index), strict=False)):
+            if (change := earlier.change(now)) and (index, place) not in self.changed:
+                self.changed[index, place] = change
+
+    def _sharded_traits(self) -> list[list[Traits]]:
+        return [[Traits.of(sharded) for sharded, _ in unit.parameters()] for unit in self.units]
+
+    def _compare_traits(self) -> None:
+        """Note what the root's forward has done to parameters of units that did not run at the time."""
+        now_of_all = self._sharded_traits() if self._traits else []
+        for index, (before, now) in enumerate(zip(self._traits, now_of_all, strict=True)):
+            for place, (earlier, later) in enumerate(zip(before, now, strict=True)):
+                if change := earlier.change(later):
+                    self.changed[index, place] = change
 
     def _compare_first_forward(self) -> None:
         """Compare the orders of all ranks once, ahead of the first backward, where unequal ones would not meet.
@@ -148,8 +218,16 @@ class UnitUse(UnitHooks):
         parameters = (gathered for unit in self.units for _, gathered in unit.parameters())
         return next((gathered.device for gathered in parameters if gathered is not None), torch.device("cpu"))
 
-    def _versions_of(self, index: int) -> list[int]:
-        return [version_of(gathered) for _, gathered in self.units[index].parameters() if gathered is not None]
+    def _states_of(self, index: int) -> list[GatheredState]:
+        gathered_parameters = (gathered for _, gathered in self.units[index].parameters() if gathered is not None)
+        return [
+            GatheredState(
+                Traits.of(gathered) if self.watches_traits else None,
+                version_of(gathered),
+                _sum_of(gathered) if self.watches_values else None,
+            )
+            for gathered in gathered_parameters
+        ]
 
     def before_backward(self, index: int) -> None:
         """Take part for the units behind `index` that this backward has not reached."""
@@ -229,9 +307,10 @@ class UnitUse(UnitHooks):
         """Return the sharded parameters, by identity, that no microbatch of this rank has used in this step."""
         return self._filled - self._used
 
-    def changed_names(self) -> list[str]:
-        """Return the names of the parameters that a forward of this step has written."""
-        return [self.units[unit].parameter_names()[place] for unit, place in self.changed]
+    def changes(self) -> list[str]:
+        """Say what a forward of this step has done to parameters."""
+        names = [unit.parameter_names() for unit in self.units]
+        return [f"{change} the parameter {names[unit][place]}" for (unit, place), change in self.changed.items()]
 
     def reset(self) -> None:
         """Forget the step."""
@@ -248,7 +327,7 @@ def compare_use(uses: Sequence[UnitUse], stage: int, device: torch.device) -> No
     Collective over all ranks.
     """
     events = [(f"{operation} of {use.names[index]}") for use in uses for operation, index in use.events]
-    changed = sorted({name for use in uses for name in use.changed_names()})
+    changed = sorted({change for use in uses for change in use.changes()})
     digest = int.from_bytes(blake2b("\0".join(events).encode(), digest_size=8).digest(), "little") >> 1
     message = torch.tensor([stage, digest, len(changed)], dtype=torch.int64, device=device)
     answers = [torch.empty_like(message) for _ in range(dist.get_world_size())]
@@ -265,13 +344,13 @@ def compare_use(uses: Sequence[UnitUse], stage: int, device: torch.device) -> No
 
 
 def _explain(ranks: Sequence[tuple[int, list[str], list[str]]]) -> str:
-    """Return the message for (stage, events, changed parameters) of each rank."""
+    """Return the message for (stage, events, changes of parameters) of each rank."""
     for rank, (_, _, changed) in enumerate(ranks):
         if changed:
             return (
-                f"the forward on rank {rank} writes the parameter {changed[0]}, which is sharded: the ranks' copies "
-                "are dropped after the forward, and the change with them. Keep what the forward writes in a buffer, "
-                "change the parameter in a callback after the step, or train with one worker"
+                f"the forward on rank {rank} {changed[0]}, which is sharded: the ranks' copies are dropped after the "
+                "forward, and the change with them. Keep what the forward writes in a buffer, change the parameter in "
+                "a callback after the step, put hooks on it in the constructor, or train with one worker"
             )
     first: dict[int, tuple[int, list[str]]] = {}
     for rank, (stage, events, _) in enumerate(ranks):

@@ -7,7 +7,6 @@ between stages is one flat tensor of everything that crosses the cut, skip conne
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import active_scope, dropout
 from shardwise.kernels.precision import torch_dtype
+from shardwise.model.copies import deep_copy
 from shardwise.model.facts import ModelFacts
 from shardwise.model.trace import ForwardTrace, Value, first_line, trace
 from shardwise.model.traced_cut import boundary_elements
@@ -48,7 +48,7 @@ class StageTracer:
     """Traces of one model, one for each shape of its inputs; shared by the stages of a rank."""
 
     def __init__(self, model: nn.Module, facts: ModelFacts, plan: Plan, device: torch.device) -> None:
-        self.model = copy.deepcopy(model, {id(buffer): buffer for buffer in model.buffers()})
+        self.model = deep_copy(model, model.buffers())
         self.facts, self.plan, self.device = facts, plan, device
         self._known: dict[Any, ForwardTrace] = {}
 

@@ -111,8 +111,56 @@ RULES: tuple[Rule, ...] = (
          "the optimizer and what is saved have the parameters with which a module was built",
          lambda d: d.facts.replaced_parameters and _is_users_module(d),
          fix="let the forward keep what it makes in a buffer, or change the parameter in a callback after the step",
-         because=lambda d: f"the forward of {d.facts.definition} puts another in the place of the parameter "
+         because=lambda d: f"the forward of {d.facts.definition} puts a new one in place of the parameter "
          f"{d.facts.replaced_parameters[0]}"),
+    Rule("refrozen-parameters", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "what is sharded and reduced is fixed at the start",
+         lambda d: d.facts.effects.refrozen and _makes_parameters_anew(d),
+         fix="freeze it at the start (model.freeze, or requires_grad_ in the constructor), mask its gradient by "
+         "register_hook, or use one worker, precision.compute fp32 or fp64 and no offload_parameters",
+         because=lambda d: f"the forward of {d.facts.definition} freezes or unfreezes the parameter "
+         f"{d.facts.effects.refrozen[0]}"),
+    Rule("late-hooks", ("parallel.workers", "training.gradient_accumulation", "precision.compute",
+                        "memory.offload_parameters"),
+         "hooks on gradients are known at the start, so that each is called once a step with the whole gradient",
+         lambda d: d.facts.effects.hooked and (_makes_parameters_anew(d) or d.accumulation.value > 1),
+         fix="call register_hook in the constructor",
+         because=lambda d: f"the forward of {d.facts.definition} puts a hook on the gradient of "
+         f"{d.facts.effects.hooked[0]}"),
+    Rule("state-in-forward", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "FSDP2 gives a state dict of sharded parameters, and shards those that are gathered",
+         lambda d: d.facts.effects.saves_state and _makes_parameters_anew(d),
+         fix="read the parameters themselves (get_parameter, named_parameters), or use one worker, precision.compute "
+         "fp32 or fp64 and no offload_parameters",
+         because=lambda d: f"the forward of {d.facts.definition} calls state_dict"),
+    Rule("marked-tensors", ("parallel.workers", "precision.compute", "memory.offload_parameters",
+                            "memory.activation_checkpointing"),
+         "FSDP2, checkpointing and stages hand on tensors made anew, which have no attributes",
+         lambda d: d.facts.effects.marking_block and (_makes_parameters_anew(d) or not no_checkpointing(d)),
+         fix="return the value beside the tensor, or use one worker, precision.compute fp32 or fp64, no "
+         "offload_parameters and no activation_checkpointing",
+         because=lambda d: f"{d.facts.effects.marking_block} of {d.facts.definition} returns a tensor with attributes"),
+    Rule("global-tensors", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
+         "backward finds the parameters gathered where it comes by what a block returned, or keeps on itself or in "
+         "arguments",
+         lambda d: d.facts.effects.global_tensor and _makes_parameters_anew(d),
+         fix="hand a list to the blocks, keep the tensor on the block, or use one worker, precision.compute fp32 or "
+         "fp64 and no offload_parameters",
+         because=lambda d: f"a block of {d.facts.definition} leaves a tensor with a gradient in "
+         f"{d.facts.effects.global_tensor}"),
+    Rule("derived-attributes", ("model.factory",),
+         "parameters get their values after the constructor, and what was made from them before has none",
+         lambda d: d.facts.parameter_kinds.derived and _is_users_module(d),
+         fix="compute it in forward, or register a buffer of a clone",
+         because=lambda d: f"{d.facts.parameter_kinds.derived[0]} of {d.facts.definition} keeps a tensor made from "
+         "parameters"),
+    Rule("overlapping-parameters", ("model.factory",),
+         "each parameter and buffer gets memory of its own",
+         lambda d: d.facts.parameter_kinds.overlapping and _is_users_module(d),
+         fix="tie parameters by assigning the parameter itself (head.weight = embedding.weight), and clone what a "
+         "buffer keeps",
+         because=lambda d: "{} and {} of {} share memory".format(*d.facts.parameter_kinds.overlapping[0],
+                                                                 d.facts.definition)),
     Rule("complex-parameters", ("parallel.workers", "precision.compute", "memory.offload_parameters"),
          "complex parameters keep their dtype, and FSDP2 shards real ones alone",
          lambda d: d.facts.parameter_kinds.complex and _makes_parameters_anew(d),
@@ -131,7 +179,8 @@ RULES: tuple[Rule, ...] = (
     Rule("listed-parameters", ("model.factory",),
          "parameters are made anew when they get their storage, and what is kept of them elsewhere is not",
          lambda d: d.facts.parameter_kinds.listed and _is_users_module(d),
-         fix="keep them in an nn.ParameterList, or read them from their module in forward",
+         fix="keep them in an nn.ParameterList (modules in an nn.ModuleList), or read them from their module in "
+         "forward",
          because=lambda d: f"{d.facts.parameter_kinds.listed[0]} of {d.facts.definition} keeps parameters"),
     Rule("written-arguments", ("memory.activation_checkpointing",),
          "a checkpointed block runs twice, and would start from what it has written",

@@ -179,7 +179,7 @@ class UnwrappedModule:
             )
         if probe.replaced_parameters:
             raise LegalityError(
-                f"FSDP: the forward of {self._definition} puts another in the place of the parameter "
+                f"FSDP: the forward of {self._definition} puts a new one in place of the parameter "
                 f"{probe.replaced_parameters[0]}, and the optimizer has the one that FSDP wrapped; use a buffer"
             )
         marked = [name for name, parameter in module.named_parameters() if vars(parameter)]

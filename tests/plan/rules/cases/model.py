@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shardwise.model.facts import ModelFacts
+from shardwise.model.parameter_writes import ForwardEffects
 from shardwise.plan.draft import World
 from tests.plan.rules.jobs import ACCUMULATING, CPU4, DROPPING, FACTORY, FACTS, FULL, HOOKED, case
 
 WRITING = replace(FACTS, definition="Net (net.py:3)")
 
 
-def with_kinds(**kinds: tuple[str, ...]) -> ModelFacts:
+def with_effects(**effects: Any) -> ModelFacts:
+    """Return facts of a module whose forward does these."""
+    return replace(WRITING, effects=ForwardEffects(**effects))
+
+
+def with_kinds(**kinds: tuple[Any, ...]) -> ModelFacts:
     """Return facts of a module with parameters of these kinds."""
     return replace(WRITING, parameter_kinds=replace(FACTS.parameter_kinds, **kinds))
 
@@ -75,8 +82,35 @@ CASES = {
         replace(WRITING, written_parameters=("table.weight",)), FACTS,
     ),
     "replaced-parameters": case(
-        FACTORY, FACTORY, "the forward of Net (net.py:3) puts another in the place of the parameter table.weight", CPU4,
+        FACTORY, FACTORY, "the forward of Net (net.py:3) puts a new one in place of the parameter table.weight", CPU4,
         replace(WRITING, replaced_parameters=("table.weight",)), FACTS,
+    ),
+    "refrozen-parameters": case(
+        {}, {}, "the forward of Net (net.py:3) freezes or unfreezes the parameter table.weight", CPU4,
+        with_effects(refrozen=("table.weight",)), FACTS,
+    ),
+    "late-hooks": case(
+        {}, {}, "the forward of Net (net.py:3) puts a hook on the gradient of table.weight", CPU4,
+        with_effects(hooked=("table.weight",)), FACTS,
+    ),
+    "state-in-forward": case(
+        {}, {}, "the forward of Net (net.py:3) calls state_dict", CPU4, with_effects(saves_state=True), FACTS
+    ),
+    "marked-tensors": case(
+        {}, {}, "layers.1 of Net (net.py:3) returns a tensor with attributes", CPU4,
+        with_effects(marking_block="layers.1"), FACTS,
+    ),
+    "global-tensors": case(
+        {}, {}, "a block of Net (net.py:3) leaves a tensor with a gradient in LOSSES of net", CPU4,
+        with_effects(global_tensor="LOSSES of net"), FACTS,
+    ),
+    "derived-attributes": case(
+        FACTORY, FACTORY, "turned of Net (net.py:3) keeps a tensor made from parameters", CPU4,
+        with_kinds(derived=("turned",)), FACTS,
+    ),
+    "overlapping-parameters": case(
+        FACTORY, FACTORY, "head.weight and table.weight of Net (net.py:3) share memory", CPU4,
+        with_kinds(overlapping=(("head.weight", "table.weight"),)), FACTS,
     ),
     "complex-parameters": case(
         {}, {}, "phase of Net (net.py:3) is complex", CPU4, with_kinds(complex=("phase",)), FACTS
@@ -98,5 +132,7 @@ MORE = [
     ("accumulate-grad-hooks", {"training": {"gradient_accumulation": 2}}, World(1, "cpu", 1), ACCUMULATING),
     ("sparse-gradients", {}, CPU4, replace(with_kinds(sparse=("table",)), **OF_A_SCRIPT)),
     ("parameter-classes", {}, CPU4, replace(with_kinds(subclassed=("scale",)), **OF_A_SCRIPT)),
+    ("late-hooks", {"training": {"gradient_accumulation": 2}}, World(1, "cpu", 1), with_effects(hooked=("w",))),
+    ("marked-tensors", {"memory": FULL}, World(1, "cpu", 1), with_effects(marking_block="layers.1")),
     ("listed-parameters", {}, CPU4, replace(with_kinds(listed=("parts",)), **OF_A_SCRIPT)),
 ]
