@@ -209,7 +209,7 @@ def set_by_module(timeout: timedelta, group: Any) -> None:
 @pytest.mark.parametrize("shorten", [set_by_group, set_by_module])
 def test_a_timeout_that_is_shortened_later_holds(world_pool: WorldPool, shorten: Any) -> None:
     told, seconds = world_pool.run(2, shorter_timeout, shorten)[0]
-    assert "Timed out: all_reduce #1" in told and "missing rank 1" in told
+    assert "Timed out waiting: all_reduce #1" in told and "missing rank 1" in told
     assert seconds < 10
 
 

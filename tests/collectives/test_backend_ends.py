@@ -71,7 +71,7 @@ def late_in_callback() -> str:
 
 
 def test_what_a_callback_waits_for_times_out(world_pool: WorldPool) -> None:
-    assert "Timed out: all_reduce #2" in world_pool.run(2, late_in_callback)[0]
+    assert "Timed out waiting: all_reduce #2" in world_pool.run(2, late_in_callback)[0]
 
 
 def hooked(name: str) -> list[float]:

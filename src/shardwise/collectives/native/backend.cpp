@@ -166,7 +166,7 @@ class Engine : public c10d::Backend {
       group.broadcast(call, outputs.written[0].data_ptr(), timeout);
       if (!is_root) outputs.put_back();
     };
-    return enqueue(OpType::BROADCAST, tensors, devices_of({&tensors}), options, std::move(run));
+    return enqueue(OpType::BROADCAST, tensors, tensors, devices_of({&tensors}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
@@ -177,7 +177,7 @@ class Engine : public c10d::Backend {
       group.reduce(call, outputs.written[0].const_data_ptr(), outputs.written[0].data_ptr(), timeout);
       if (is_root) outputs.put_back();
     };
-    return enqueue(OpType::REDUCE, tensors, devices_of({&tensors}), options, std::move(run));
+    return enqueue(OpType::REDUCE, tensors, tensors, devices_of({&tensors}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
@@ -188,7 +188,7 @@ class Engine : public c10d::Backend {
       group.gather(call, input.const_data_ptr(), pointers(made.written), timeout);
       made.put_back();
     };
-    return enqueue(OpType::GATHER, list, devices_of({&list, &inputs}), options, std::move(run));
+    return enqueue(OpType::GATHER, list, inputs, devices_of({&list, &inputs}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
@@ -199,7 +199,7 @@ class Engine : public c10d::Backend {
       group.scatter(call, const_pointers(given), made.written[0].data_ptr(), timeout);
       made.put_back();
     };
-    return enqueue(OpType::SCATTER, outputs, devices_of({&outputs, &list}), options, std::move(run));
+    return enqueue(OpType::SCATTER, outputs, list, devices_of({&outputs, &list}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
@@ -214,7 +214,7 @@ class Engine : public c10d::Backend {
       group.all_to_all(call, inputs, outputs, timeout);  // `given` and `made` keep their memory
       made.put_back();
     };
-    return enqueue(OpType::ALLTOALL_BASE, {output}, devices_of({&all}), options, std::move(run));
+    return enqueue(OpType::ALLTOALL_BASE, {output}, {input}, devices_of({&all}), options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
@@ -230,7 +230,7 @@ class Engine : public c10d::Backend {
       group.all_to_all(call, from, to, timeout);  // `given` and `made` keep their memory
       made.put_back();
     };
-    return enqueue(OpType::ALLTOALL, outputs, devices_of({&outputs, &inputs}), options, std::move(run));
+    return enqueue(OpType::ALLTOALL, outputs, inputs, devices_of({&outputs, &inputs}), options, std::move(run));
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
@@ -248,7 +248,7 @@ class Engine : public c10d::Backend {
     std::vector<c10::Device> devices;
     if (options.device && !options.device->is_cpu()) devices.push_back(*options.device);
     auto run = [&group = own_->group(), call](int64_t timeout) { group.barrier(call, timeout); };
-    return enqueue(OpType::BARRIER, {}, devices, options, std::move(run));
+    return enqueue(OpType::BARRIER, {}, {}, devices, options, std::move(run));
   }
 
   c10::intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
@@ -336,7 +336,7 @@ class Engine : public c10d::Backend {
         made.put_back();
       });
     }
-    return enqueue(type, results, devices_of({&results, &inputs}), options, in_turn(std::move(steps)));
+    return enqueue(type, results, inputs, devices_of({&results, &inputs}), options, in_turn(std::move(steps)));
   }
 
   c10::intrusive_ptr<Work> scatter_sums(OpType type, const std::vector<Gathering>& all, const c10d::ReduceScatterOptions& options) {
@@ -353,7 +353,7 @@ class Engine : public c10d::Backend {
         made.put_back();
       });
     }
-    return enqueue(type, results, devices_of({&results, &inputs}), options, in_turn(std::move(steps)));
+    return enqueue(type, results, inputs, devices_of({&results, &inputs}), options, in_turn(std::move(steps)));
   }
 
   c10::intrusive_ptr<Work> reduce_all(OpType type, const Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -365,14 +365,14 @@ class Engine : public c10d::Backend {
         made.put_back();
       });
     }
-    return enqueue(type, tensors, devices_of({&tensors}), options, in_turn(std::move(steps)));
+    return enqueue(type, tensors, tensors, devices_of({&tensors}), options, in_turn(std::move(steps)));
   }
 
   c10::intrusive_ptr<Work> reduce_sparse(const Tensor& tensor, const c10d::AllreduceOptions& options) {
     auto run = [&group = own_->group(), size = size_, sum = SparseSum(tensor, options.reduceOp)](int64_t timeout) {
       sum.run(group, size, timeout);
     };
-    return enqueue(OpType::_ALLREDUCE_SPARSE, {tensor}, {}, options, std::move(run));
+    return enqueue(OpType::_ALLREDUCE_SPARSE, {tensor}, {tensor}, {}, options, std::move(run));
   }
 
   // Parts of unequal sizes: each rank is sent what it adds, and adds it in the order of the ranks.
@@ -402,7 +402,7 @@ class Engine : public c10d::Backend {
       shardwise::reduce({call.number, call.number}, call.reduce, sum, parts, factors, call.count, parts.size());
       made.put_back();
     };
-    return enqueue(OpType::REDUCE_SCATTER, {output}, devices_of({&list}), options, std::move(run));
+    return enqueue(OpType::REDUCE_SCATTER, {output}, list, devices_of({&list}), options, std::move(run));
   }
 
   static std::function<void(int64_t)> in_turn(std::vector<std::function<void(int64_t)>> steps) {
@@ -412,12 +412,12 @@ class Engine : public c10d::Backend {
   }
 
   // `devices` hold tensors of the call, which are copied to the host by now or will be when what they have queued is done.
+  // A profiler's trace has the shapes of `inputs`.
   template <class Options>
-  c10::intrusive_ptr<Work> enqueue(OpType type, Tensors outputs, const std::vector<c10::Device>& devices,
+  c10::intrusive_ptr<Work> enqueue(OpType type, Tensors outputs, const Tensors& inputs, const std::vector<c10::Device>& devices,
                                    const Options& options, std::function<void(int64_t)> run) {
     const int64_t timeout = nanoseconds(options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout);
-    const Tensors read = outputs;
-    auto work = c10::make_intrusive<Handle>(rank_, type, std::move(outputs), read, ++calls_);
+    auto work = c10::make_intrusive<Handle>(rank_, type, std::move(outputs), inputs, ++calls_);
     auto task = [work, timeout, earlier = Earlier(devices), run = std::move(run)]() mutable {
       std::exception_ptr error;
       try {

@@ -82,7 +82,7 @@ void Group::look_around() {
 
 // "Timed out" are the words by which programs tell a timeout, with Gloo too.
 void Group::give_up() {
-  room_.fail("Timed out: " + describe(call_) + " timed out after " + seconds_since(began_) + ": missing " + missing());
+  room_.fail("Timed out waiting: " + describe(call_) + " timed out after " + seconds_since(began_) + ": missing " + missing());
 }
 
 std::string Group::missing() const {

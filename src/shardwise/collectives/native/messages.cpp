@@ -223,7 +223,7 @@ void Messenger::look_at(const Transfer& transfer, const std::vector<std::string>
     if (awaited && !gone[peer].empty()) group_.fail(gone[peer] + "; " + describe(transfer) + " waits for it");
   }
   if (now() - transfer.began > transfer.timeout) {
-    group_.fail("Timed out: " + describe(transfer) + " timed out after " + seconds_since(transfer.began));
+    group_.fail("Timed out waiting: " + describe(transfer) + " timed out after " + seconds_since(transfer.began));
   }
 }
 

@@ -1,4 +1,4 @@
-// A barrier that says who does not come: each rank sends rank 0 a word, and rank 0 answers when it has all of them.
+// A barrier that says who does not come: each rank sends rank 0 a byte, and rank 0 answers when it has all of them.
 #pragma once
 
 #include <future>
@@ -10,45 +10,45 @@
 
 namespace shardwise {
 
-// Words of one byte between ranks, under way at once.
-class Words {
+// Messages of one byte between ranks, under way at once.
+class BarrierMessages {
  public:
-  Words(Messenger& messenger, int64_t timeout) : messenger_(messenger), timeout_(timeout) {}
-  ~Words() {
-    for (Word& word : words_) word.error.wait();  // the messenger writes to `word_` until then
+  BarrierMessages(Messenger& messenger, int64_t timeout) : messenger_(messenger), timeout_(timeout) {}
+  ~BarrierMessages() {
+    for (Message& message : all_) message.error.wait();  // the messenger writes to `byte_` until then
   }
 
   void send(int peer) {
-    start(peer, [&](Messenger::Done done) { messenger_.send(peer, kTag, 0, &word_, 1, timeout_, std::move(done)); });
+    start(peer, [&](Messenger::Done done) { messenger_.send(peer, kTag, 0, &byte_, 1, timeout_, std::move(done)); });
   }
   void receive(int peer) {
-    start(peer, [&](Messenger::Done done) { messenger_.receive(peer, kTag, 0, &word_, 1, timeout_, std::move(done)); });
+    start(peer, [&](Messenger::Done done) { messenger_.receive(peer, kTag, 0, &byte_, 1, timeout_, std::move(done)); });
   }
 
-  // The ranks whose word did not go through, once that is known of all; `error` is that of the first.
+  // The ranks whose message did not go through, once that is known of all; `error` is that of the first.
   std::vector<int> failed(std::exception_ptr* error) {
     std::vector<int> peers;
-    for (Word& word : words_) {
-      const std::exception_ptr of_word = word.error.get();
-      if (of_word && peers.empty()) *error = of_word;
-      if (of_word) peers.push_back(word.peer);
+    for (Message& message : all_) {
+      const std::exception_ptr failure = message.error.get();
+      if (failure && peers.empty()) *error = failure;
+      if (failure) peers.push_back(message.peer);
     }
     return peers;
   }
 
  private:
   static constexpr int kTag = std::numeric_limits<int>::min();  // which no program has
-  struct Word {
+  struct Message {
     int peer;
     std::shared_future<std::exception_ptr> error;
   };
 
   template <class Start>
-  void start(int peer, Start message) {
+  void start(int peer, Start begin) {
     const auto over = std::make_shared<std::promise<std::exception_ptr>>();
-    words_.push_back({peer, over->get_future().share()});
+    all_.push_back({peer, over->get_future().share()});
     try {
-      message([over](std::exception_ptr error, int) { over->set_value(error); });
+      begin([over](std::exception_ptr error, int) { over->set_value(error); });
     } catch (const Failure&) {  // of a broken group
       over->set_value(std::current_exception());
     }
@@ -56,8 +56,8 @@ class Words {
 
   Messenger& messenger_;
   const int64_t timeout_;
-  char word_ = 0;
-  std::vector<Word> words_;
+  char byte_ = 0;
+  std::vector<Message> all_;
 };
 
 inline std::string what(const std::exception_ptr& error) {
@@ -78,10 +78,10 @@ class MonitoredBarrier {
 
  private:
   void of_first(bool report_all) {
-    Words words(messenger_, timeout_), answers(messenger_, timeout_);
-    for (size_t peer = 1; peer < names_.size(); ++peer) words.receive(static_cast<int>(peer));
+    BarrierMessages arrivals(messenger_, timeout_), answers(messenger_, timeout_);
+    for (size_t peer = 1; peer < names_.size(); ++peer) arrivals.receive(static_cast<int>(peer));
     std::exception_ptr error;
-    std::vector<int> missing = words.failed(&error);
+    std::vector<int> missing = arrivals.failed(&error);
     if (!missing.empty()) {
       if (!report_all) missing.resize(1);
       throw Failure("shardwise engine: Rank " + called(0) + " timed out in monitoredBarrier after " + milliseconds_ + ": Rank" +
@@ -91,11 +91,11 @@ class MonitoredBarrier {
   }
 
   void of_other(int rank) {
-    Words words(messenger_, timeout_);
-    words.send(0);
-    words.receive(0);
+    BarrierMessages messages(messenger_, timeout_);
+    messages.send(0);
+    messages.receive(0);
     std::exception_ptr error;
-    if (words.failed(&error).empty()) return;
+    if (messages.failed(&error).empty()) return;
     throw Failure("shardwise engine: Rank " + called(rank) +
                   " successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank " +
                   called(0) + ", which knows who is missing: " + what(error));

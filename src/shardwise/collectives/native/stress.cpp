@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <thread>
 
@@ -19,6 +20,7 @@
 #include "group.h"
 #include "hosts.h"
 #include "messages.h"
+#include "monitored_barrier.h"
 #include "turns.h"
 
 using namespace shardwise;
@@ -144,9 +146,11 @@ void pass_on(Messenger& messenger, int round, int rank, int ranks, uint64_t coun
 void run(Group& group, Messenger& messenger, int rank, int ranks, int rounds, unsigned seed) {
   std::mt19937 random(seed);  // the same on all ranks
   const uint64_t counts[] = {0, 1, 100, 5000, 40000, 200000};
+  std::vector<int> names(ranks);
+  std::iota(names.begin(), names.end(), 0);
   for (int round = 0; round < rounds; ++round) {
     const bool large = round % 25 == 5;  // each of the first three kinds in turn
-    const uint64_t some = counts[random() % 6], kind = random() % 10, count = large ? kLarge : some;
+    const uint64_t some = counts[random() % 6], kind = random() % 11, count = large ? kLarge : some;
     switch (large ? round / 25 % 3 : kind) {
       case 0: all_gather(group, round, rank, ranks, count); break;
       case 1: reduce_scatter(group, round, rank, ranks, count); break;
@@ -157,6 +161,7 @@ void run(Group& group, Messenger& messenger, int rank, int ranks, int rounds, un
       case 6: scatter(group, round, rank, ranks, count); break;
       case 7: reduce(group, round, rank, ranks, count); break;
       case 8: group.barrier(call_of(Kind::barrier, 0), kPatience); break;
+      case 9: MonitoredBarrier(messenger, names, kPatience).run(rank, round % 2 == 0); break;
       default: if (ranks > 1) pass_on(messenger, round, rank, ranks, count);
     }
   }
