@@ -7,7 +7,7 @@ parallel/gradient_sync.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -87,17 +87,11 @@ def shard_model(
     containers = {block: CallerContainers(block, keeps_tensors) for block in chain(*groups)}
     containers[model] = CallerContainers(model, False)  # its parameters stay gathered
     of_blocks = mixed if cast_arguments is None else replace(mixed, cast_forward_inputs=False)
-    shard: dict[str, Any] = {
-        "offload_policy": _offload(plan),
-        "ignored_params": set(_unsharded(model)),
-    }
+    shard: dict[str, Any] = {"offload_policy": _offload(plan), "ignored_params": set(_unsharded(model))}
     if plan.leaves_experts:
         shard["ignored_params"] |= {parameter for stack in experts for parameter in stack.parameters()}
     else:
-        for stack in experts:
-            # What the router gives keeps its dtype, as where the experts are no unit of their own.
-            own = replace(mixed, cast_forward_inputs=False)
-            fully_shard(stack, mesh=layout.experts.mesh(), reshard_after_forward=not keep, mp_policy=own, **shard)
+        _shard_experts(experts, layout, not keep, mixed, shard)
     shard["mesh"] = layout.shard_mesh()
     for index, group in enumerate(groups):
         unit = group if len(group) > 1 else group[0]
@@ -113,10 +107,7 @@ def shard_model(
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for owner, hooks in containers.items():
         hooks.watch(owner)  # type: ignore[arg-type]
-    for module in modules:
-        # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    _sum_gradients(modules)
     name_collectives(modules)
     if plan.gathers_float8:
         gather_in_float8(modules)
@@ -124,6 +115,28 @@ def shard_model(
     if _overlaps(plan):
         overlap(modules)
     return modules
+
+
+def _shard_experts(
+    experts: Sequence[nn.Module],
+    layout: Layout,
+    reshards: bool,
+    mixed: MixedPrecisionPolicy,
+    shard: Mapping[str, Any],
+) -> None:
+    """Make each stack of experts a unit over the ranks that hold the same experts."""
+    # What the router gives keeps its dtype, as where the experts are no unit of their own.
+    own = replace(mixed, cast_forward_inputs=False)
+    for stack in experts:
+        fully_shard(stack, mesh=layout.experts.mesh(), reshard_after_forward=reshards, mp_policy=own, **shard)
+
+
+def _sum_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Let FSDP2 sum gradients and divide nothing: `Normalisation` divides the loss."""
+    for module in modules:
+        # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _unsharded(model: nn.Module) -> Iterator[nn.Parameter]:
