@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from shardwise.commands.versions import NEWEST_TESTED, is_newer
 
 ROOT = Path(__file__).parents[1]
 # What builds the image: https://docs.docker.com/reference/dockerfile
@@ -80,9 +84,10 @@ def test_layers_leave_no_caches_and_ask_nobody() -> None:
 def test_versions_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(arguments()["EXTRAS"].split(",")) <= set(project["optional-dependencies"])
-    least, most = re.findall(r"[\d.]+", next(word for word in project["dependencies"] if word.startswith("torch")))
-    version = tuple(int(part) for part in arguments()["TORCH"].split("."))
-    assert tuple(map(int, least.split("."))) <= version < tuple(map(int, most.split(".")))
+    version = Version(arguments()["TORCH"])
+    torch = next(word for word in project["dependencies"] if word.startswith("torch"))
+    assert version in Requirement(torch).specifier and not is_newer(str(version), NEWEST_TESTED["torch"])
+    assert f"torch=={version}" in (ROOT / "constraints" / "cpu.txt").read_text().split()
 
 
 @pytest.mark.slow  # pip installs torch

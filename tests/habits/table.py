@@ -389,7 +389,7 @@ HABITS: tuple[Habit, ...] = (
         remedy="a callback after the step, or buffers",
         keys={"training": {"microbatch_size": None}},
         costs="one microbatch a step",
-        untried=(STAGES,),  # they have several
+        untried=(STAGES,),
         quick=(),
     ),
     Habit(

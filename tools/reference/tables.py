@@ -25,6 +25,7 @@ METRICS = {
     "data_hash": "hash of all samples so far, equal on any layout: two runs that differ in it have read other data",
     "seconds": "wall time of the step",
     "expert_load": "rows of the most used expert over the mean, of the layer where that is highest; experts only",
+    "idle_experts": "share of experts without a row, over all layers; experts only",
     "balancing_loss": "loss that balances the experts, over the step, before its factor; `router.balancing_loss` only",
     "rewards_chosen": "mean reward of the step's chosen completions, beta x log-ratio to the reference; `dpo` only",
     "rewards_rejected": "the same of rejected completions",

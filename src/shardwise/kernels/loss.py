@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from shardwise._torch_compat.tracing import is_fake
+
 IGNORED = -100
 MOST_COUNTED = 15 / 16  # share of rows with a label from which all are computed
 
@@ -114,9 +116,9 @@ def linear_cross_entropy(
 def _counted_rows(targets: Tensor) -> Tensor | None:
     """Return the rows with a counted label, where a copy of them saves more products than it costs; None: all.
 
-    On a GPU their number would have to be waited for.
+    On a GPU their number would have to be waited for, and in a dry run nobody knows it.
     """
-    if targets.device.type != "cpu":
+    if targets.device.type != "cpu" or is_fake(targets):
         return None
     counted = (targets != IGNORED).nonzero().squeeze(1)
     return counted if len(counted) < MOST_COUNTED * len(targets) else None

@@ -38,6 +38,7 @@ from shardwise.parallel.routers import ExpertRouters
 from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.parallel.shared_gradients import partial_parameters
 from shardwise.parallel.stage_boundary import BoundaryShapes, StageBoundary
+from shardwise.parallel.stage_writes import StageWrites
 from shardwise.parallel.tensor_map import ParameterSplit, TensorMap
 from shardwise.parallel.unit_use import UnitUse
 from shardwise.plan.plan import Plan
@@ -264,7 +265,10 @@ class ModelBuilder:
         if not boundaries:
             return None
         hidden = inputs.facts.stages.hidden or (inputs.plan.positions, inputs.facts.hidden_size)
-        return Pipeline(inputs.plan, inputs.layout, boundaries, hidden, inputs.device)
+        writes = [
+            StageWrites(stage.model) if self.mentions_data and not stage.fsdp_modules else None for stage in self.stages
+        ]
+        return Pipeline(inputs.plan, inputs.layout, boundaries, hidden, inputs.device, writes)
 
 
 class Transform(Protocol):

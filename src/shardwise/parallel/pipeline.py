@@ -30,6 +30,7 @@ from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.stage_boundary import StageBoundary
+from shardwise.parallel.stage_writes import StageWrites
 from shardwise.plan.plan import Plan
 from shardwise.words import listed
 
@@ -52,6 +53,7 @@ class Pipeline:
     Args:
         boundaries: of this rank's parts, in order.
         hidden: shape of one sample's hidden states between stages.
+        writes: of each part, what finds parameters that a later microbatch writes; None where none can.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class Pipeline:
         boundaries: Sequence[StageBoundary],
         hidden: Sequence[int],
         device: torch.device,
+        writes: Sequence[StageWrites | None],
     ) -> None:
-        self.plan, self.boundaries, self.device = plan, boundaries, device
+        self.plan, self.boundaries, self.device, self.writes = plan, boundaries, device, writes
         self.group = layout.group(Axis.PIPELINE)
         self.ranks = dist.get_process_group_ranks(self.group)
         self.shape, self._positions = (plan.microbatch, *hidden), plan.positions
@@ -210,16 +213,21 @@ class _PartStage(LazyStage):
             group=pipeline.group,
             dw_builder=None if weight_gradients is None else weight_gradients.take,
         )
-        self._pipeline, self._part = pipeline, part
+        self._pipeline, self._part, self._writes = pipeline, part, pipeline.writes[part]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self._writes is not None:
+            self._writes.after_forward(fwd_chunk_id)
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         assert self._pipeline.begin is not None
+        if self._writes is not None:
+            self._writes.before_backward(bwd_chunk_id)
         self._pipeline.begin(self._part, last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import Batch
+from shardwise.data.batch import IGNORED, Batch
 from shardwise.kernels.attention.masks import document_mask
 from shardwise.kernels.loss import (
     NO_TERMS,
@@ -61,7 +61,10 @@ class LanguageModelling(Objective):
         """Return [B, T] ids that the decoder reads: labels one later, behind `start`; mBART's kind has its own rule."""
         shift = getattr(self.model.module, "prepare_decoder_input_ids_from_labels", None)
         if shift is not None:
-            shifted: Tensor = shift(labels)
+            # mBART looks for the last label of each row, and a row that fills a batch has none.
+            is_empty = (labels == IGNORED).all(dim=1)
+            first = torch.where(is_empty, start, labels[:, 0])
+            shifted: Tensor = shift(torch.cat([first[:, None], labels[:, 1:]], dim=1))
             return shifted
         ids = labels.roll(1, dims=1).clamp(min=0)  # IGNORED, in rows that are not counted
         ids[:, 0] = start
