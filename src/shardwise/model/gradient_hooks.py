@@ -7,6 +7,8 @@ returns for the parts. One that clips, normalises or adds is not, and has to be 
 from __future__ import annotations
 
 import inspect
+import linecache
+import re
 from collections.abc import Callable, Mapping
 
 import torch
@@ -61,6 +63,14 @@ def definition_of(module: nn.Module) -> str:
     """Return the name of a module's class with the file and line where it is defined, as far as they are known."""
     definition = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     try:
-        return f"{definition.__name__} ({inspect.getsourcefile(definition)}:{inspect.getsourcelines(definition)[1]})"
+        return f"{definition.__name__} ({inspect.getsourcefile(definition)}:{_line_of(definition)})"
     except (OSError, TypeError):
         return definition.__name__
+
+
+def _line_of(definition: type) -> int:
+    """Return the line of a class in its file; parsing, as `inspect` does, is for names that are there twice."""
+    start = re.compile(rf"\s*class {definition.__name__}\b")
+    lines = linecache.getlines(inspect.getsourcefile(definition) or "")
+    matching = [number for number, line in enumerate(lines, 1) if start.match(line)]
+    return matching[0] if len(matching) == 1 else inspect.getsourcelines(definition)[1]

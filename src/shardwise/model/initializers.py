@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import SkippedFills, storage_key, written_tensors
 from shardwise.errors import ModelError
+from shardwise.model.config_cache import once_a_config
 from shardwise.model.copies import deep_copy
 
 MODEL_INITIALIZER = "_init_weights"
@@ -118,6 +119,7 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
+@once_a_config
 def unfilled_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the parameters of a transformers model on the meta device that no initializer fills whole.
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from shardwise._torch_compat.tracing import TorchDispatchMode, tree_leaves, tree_map
 from shardwise._torch_compat.writes import written_tensors
+from shardwise.model.config_cache import once_a_config
 from shardwise.model.initializers import run_initializer
 from shardwise.model.probe import batch_experts
 
@@ -49,6 +50,7 @@ class PositionRule:
 FROM_ZERO = PositionRule()
 
 
+@once_a_config
 def find_position_rule(model: PreTrainedModel, first_block: str) -> PositionRule | None:
     """Return the rule by which `model` (on the meta device) counts; None where it has another, or cannot be run so.
 
@@ -155,18 +157,15 @@ class _RealValues(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
         real = [tensor for tensor in tensors if tensor.device.type != "meta"]
-        if len(real) == len(tensors):
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("cpu")
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu" if len(real) == len(tensors) else "meta")
+        if not real or len(real) == len(tensors):
             return func(*args, **kwargs)
         if any(tensor.device.type != "meta" for tensor in written_tensors(func, args, kwargs)):
             raise RuntimeError(f"{func} writes what is not known into a tensor of values")
         self.met += [tensor.clone() for tensor in real if tensor.dim()]
         to_meta: Callable[[Any], Any] = lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf  # noqa: E731
-        args, kwargs = tree_map(to_meta, args), tree_map(to_meta, kwargs)
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
-        return func(*args, **kwargs)
+        return func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
 
 
 def _are_rows_of(part: Sequence[Tensor], whole: Sequence[Tensor]) -> bool:

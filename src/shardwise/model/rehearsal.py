@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.model.capability import Capability, unless
+from shardwise.model.config_cache import once_a_config
 from shardwise.model.facts import StageFacts
 from shardwise.model.modules import empty_module
 from shardwise.model.placeholders import drop_parameters, placeholder
@@ -34,6 +35,7 @@ def rehearse_stage(
     return unless(failure and f"its forward reaches into its blocks: {failure}")
 
 
+@once_a_config
 def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: StageFacts) -> str:
     """Return how the forward of a stage without the modules ahead of the blocks fails for want of their weights.
 
