@@ -24,10 +24,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     SHARDS: (2, ONCE | {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0}),
     STAGES: (2, {"ddp": True, "microbatches": 2, "pipeline_parallel_degree": 2}),
 }
+MEETING = ("CollectiveForward", "ImportedCollectives")
 # Unlike jobs, scripts bring their optimizer, and their ranks may meet where all of them run the same modules.
 RIGHT_IN_SCRIPTS = {
     ("SparseGradients", ONE), ("SparseGradients", STAGES), ("ClippingHook", ONE),
-    *(("CollectiveForward", layout) for layout in (REPLICAS, ZERO_1, SHARDS)),
+    ("CountedHook", ONE), ("LateHook", ONE),
+    *((name, layout) for name in MEETING for layout in (REPLICAS, ZERO_1, SHARDS)),
+    *((name, layout) for name in ("DerivedAttribute", "SharedMemory") for layout in LAYOUTS),
 }  # fmt: skip
 QUICK = {"OddParameters": SHARDS, "SparseGradients": ZERO_1, "ListedParameters": ONE}
 
@@ -65,7 +68,7 @@ def _check(pool: WorldPool, habit: Habit, layout: str) -> None:
             assert re.search(refused, refusal), refusal
             continue
         assert not refusal
-        if habit.module == "CollectiveForward" and ranks > 1:
+        if habit.module in MEETING and ranks > 1:
             continue  # one process would not take the mean of all ranks
         parts = config["microbatches"] * (1 if layout == STAGES else ranks)
         assert_equal_parameters(weights, train_plainly(habit.module, parts))

@@ -41,6 +41,13 @@ REFUSED = {
     "ReplacedParameters": r"ReplacedParameters \(.*modules.py:\d+\) puts a new one in place of the parameter last",
     "SparseGradients": r"words of SparseGradients \(.*modules.py:\d+\) has sparse gradients",
     "ParameterAttributes": r"ParameterAttributes \(.*modules.py:\d+\) reads an attribute that is set on a parameter",
+    "CountedHook": rf"last.weight of CountedHook \(.*keeping.py:\d+\) {HOOK}",
+    "LateHook": r"LateHook \(.*keeping.py:\d+\) puts a hook on the gradient of last.weight",
+    "LateWrites": r"LateWrites \(.*keeping.py:\d+\) writes the parameter blocks.\d.up.weight by `.data`",
+    "LateParameter": r"LateParameter \(.*keeping.py:\d+\) puts a new one in place of the parameter gain",
+    "Unfreezing": rf"Unfreezing \(.*keeping.py:\d+\) {READS}",
+    "StateReading": r"StateReading \(.*keeping.py:\d+\) reads blocks.1.up.weight while blocks.1 does not run",
+    "ClosedOver": r"project of ClosedOver \(.*keeping.py:\d+\) keeps parameters",
     "ListedParameters": r"weights of ListedParameters \(.*modules.py:\d+\) keeps parameters",
 }
 QUICK = ("Penalized", "TiedBlocks", "ParameterAttributes")

@@ -26,6 +26,8 @@ from shardwise.model.containers import walk
 from shardwise.model.gradient_hooks import definition_of, find_accumulate_grad_hooks, find_gradient_hooks
 from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.probe import probe_forward
+from shardwise.model.user_state import mentions, user_state_kept
+from shardwise.smp.v2.late_writes import watch_values
 
 POSITIONS = 256  # of an example of tokens; a script's own first batch is what its module is shown
 IGNORED = ("ignored_states", "ignored_modules", "ignored_parameters")
@@ -100,6 +102,7 @@ class UnwrappedModule:
         self._definition = definition_of(module)
         ignored = _ignored(given)
         self._sharded = {name for name, parameter in module.named_parameters() if id(parameter) not in ignored}
+        self._mentions_data = mentions(module, "data")
         self._names: dict[int, list[str]] = {}
         self._copy: nn.Module | None = None
         if _has_units(module):
@@ -130,6 +133,11 @@ class UnwrappedModule:
             self._check_output(name, unit)
         if self._copy is not None and units:
             self._watch_forward(wrapped, list(units))
+        if self._mentions_data and dist.get_world_size() > 1:
+            for name, unit in ({"": wrapped} | units).items():
+                prefix = f"{name}." if name else ""
+                owned = [key.removeprefix(prefix) for key in self._sharded if _unit_of(key, units) == name]
+                watch_values(unit, prefix, owned, self._definition)
 
     def _watch_forward(self, wrapped: nn.Module, units: list[str]) -> None:
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,13 +164,17 @@ class UnwrappedModule:
 
         Raises:
             LegalityError: it reads parameters of a unit that does not run, or attributes of gathered parameters, or it
-                writes or replaces parameters.
+                writes or replaces parameters, or puts hooks on their gradients.
         """
         module, self._copy = self._copy, None
         assert module is not None
         inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         if not all(isinstance(value, Tensor) for value in inputs.values()):
             return
+        with user_state_kept(module):
+            self._check_probe(module, units, inputs)
+
+    def _check_probe(self, module: nn.Module, units: list[str], inputs: Mapping[str, Tensor]) -> None:
         probe = probe_forward(module, [units], POSITIONS, inputs)
         name = next((name for name in probe.outside_reads if _unit_of(name, units)), None)
         if name is not None:
@@ -181,6 +193,12 @@ class UnwrappedModule:
             raise LegalityError(
                 f"FSDP: the forward of {self._definition} puts a new one in place of the parameter "
                 f"{probe.replaced_parameters[0]}, and the optimizer has the one that FSDP wrapped; use a buffer"
+            )
+        if probe.effects.hooked:
+            raise LegalityError(
+                f"FSDP: the forward of {self._definition} puts a hook on the gradient of {probe.effects.hooked[0]}, "
+                "which FSDP's views of a flat parameter do not call; scale or mask gradients between backward and the "
+                "optimizer's step"
             )
         marked = [name for name, parameter in module.named_parameters() if vars(parameter)]
         for name in marked:
