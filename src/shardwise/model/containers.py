@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 from argparse import Namespace
 from collections import deque
@@ -56,11 +57,12 @@ def module_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
-def walk(*values: Any, into_functions: bool = False) -> Iterator[Any]:
+def walk(*values: Any, into_functions: bool = False, most_items: float = math.inf) -> Iterator[Any]:
     """Yield `values` and what lies in them at any depth, each object once.
 
     Args:
         into_functions: whether what functions have captured lies in them.
+        most_items: of a container that is looked into; a larger one is yielded alone.
     """
     visited: set[int] = set()
     waiting = deque(values)
@@ -70,9 +72,9 @@ def walk(*values: Any, into_functions: bool = False) -> Iterator[Any]:
             continue
         visited.add(id(value))
         yield value
-        waiting.extend(items_of(value))
-        if into_functions:
-            waiting.extend(captured(value))
+        items = [*items_of(value), *(captured(value) if into_functions else ())]
+        if len(items) <= most_items:
+            waiting.extend(items)
 
 
 def items_of(value: Any) -> list[Any]:

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from shardwise.model.containers import (
     LIBRARIES,
     attributes_of,
-    captured,
     filled_cells,
     is_changeable,
     is_object,
-    items_of,
     module_attributes,
+    walk,
 )
 
 INITIALIZER = re.compile(r"_*(init|reset|build|make|load)")
@@ -137,18 +136,7 @@ def _restore_names(holder: Any, values: dict[str, Any]) -> None:
 
 
 def _walk_small(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield what lies in `values`, as `walk` does, not in large containers."""
-    visited: set[int] = set()
-    waiting = deque(values)
-    while waiting:
-        value = waiting.popleft()
-        if id(value) in visited:
-            continue
-        visited.add(id(value))
-        yield value
-        items = [*items_of(value), *captured(value)]
-        if len(items) <= MOST_ITEMS:
-            waiting.extend(items)
+    return walk(*values, into_functions=True, most_items=MOST_ITEMS)
 
 
 def _changeable(values: Iterable[Any]) -> Iterator[Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from shardwise._torch_compat.tracing import is_fake
 from shardwise.errors import ModelError
+from shardwise.model.value_sums import is_other, value_sum
 
 
 class StageWrites:
@@ -17,7 +17,7 @@ class StageWrites:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._sums: dict[int, dict[str, Tensor]] = {}
+        self._sums: dict[int, dict[str, Tensor | None]] = {}
 
     def after_forward(self, microbatch: int) -> None:
         """Note the parameters that the backward of `microbatch` has to find."""
@@ -31,7 +31,7 @@ class StageWrites:
         """
         now = self._sum_parameters()
         for name, total in self._sums.pop(microbatch, {}).items():
-            if not total.equal(now[name]):
+            if is_other(now[name], total):
                 raise ModelError(
                     f"the forward of a later microbatch writes the parameter {name} by `.data`, and the backward of "
                     f"microbatch {microbatch} would read it: a pipeline runs forwards ahead. Keep what the forward "
@@ -39,7 +39,5 @@ class StageWrites:
                     "parallel.pipeline_parallel_degree 1"
                 )
 
-    def _sum_parameters(self) -> dict[str, Tensor]:
-        """Return a sum of each parameter that changes with its values; a dry run's have none."""
-        parameters = self.model.named_parameters()
-        return {name: value.detach().double().nan_to_num().sum() for name, value in parameters if not is_fake(value)}
+    def _sum_parameters(self) -> dict[str, Tensor | None]:
+        return {name: value_sum(value) for name, value in self.model.named_parameters()}

@@ -25,11 +25,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise._torch_compat.autograd import accumulate_grad_hooks, gradient_hooks, share_attributes, version_of
 from shardwise._torch_compat.fsdp2 import ShardedUnit, UnitHooks
-from shardwise._torch_compat.tracing import is_fake
 from shardwise.collectives import registration
 from shardwise.collectives.names import SAME_ORDER, CollectiveName, unit_names
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
+from shardwise.model.value_sums import is_other, value_sum
 
 ORDER_OF_UNITS = CollectiveName("the order of sharded units", "world", "all_gather")
 END_OF_UNITS = CollectiveName("the end of sharded units", "shards and replicas", "barrier")
@@ -70,15 +70,9 @@ class GatheredState:
 
     def change(self, later: GatheredState) -> str:
         """Say what has happened since; "" for nothing."""
-        is_other = self.total is not None and later.total is not None and not torch.equal(self.total, later.total)
-        if later.version != self.version or is_other:
+        if later.version != self.version or is_other(later.total, self.total):
             return "writes"
         return self.traits.change(later.traits) if self.traits and later.traits else ""
-
-
-def _sum_of(parameter: Tensor) -> Tensor | None:
-    """Return a sum that changes with the values; None of a dry run's, which have none."""
-    return None if is_fake(parameter) else parameter.detach().double().nan_to_num().sum()
 
 
 class UnitUse(UnitHooks):
@@ -224,7 +218,7 @@ class UnitUse(UnitHooks):
             GatheredState(
                 Traits.of(gathered) if self.watches_traits else None,
                 version_of(gathered),
-                _sum_of(gathered) if self.watches_values else None,
+                value_sum(gathered) if self.watches_values else None,
             )
             for gathered in gathered_parameters
         ]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import LegalityError
+from shardwise.model.value_sums import is_other, value_sum
 
 
 def watch_values(unit: nn.Module, prefix: str, names: Iterable[str], definition: str) -> None:
@@ -22,14 +23,14 @@ def watch_values(unit: nn.Module, prefix: str, names: Iterable[str], definition:
     inner = unit.module
     assert isinstance(inner, nn.Module)
     owned = list(names)
-    before: dict[str, Tensor] = {}
+    before: dict[str, Tensor | None] = {}
 
     def note(module: nn.Module, args: Any) -> None:
         before.update(_sums(inner, owned))
 
     def compare(module: nn.Module, args: Any, output: Any) -> None:
         for name, total in _sums(inner, owned).items():
-            if name in before and not total.equal(before[name]):
+            if is_other(total, before.get(name)):
                 raise LegalityError(
                     f"FSDP: the forward of {definition} writes the parameter {prefix}{name} by `.data`, and what it "
                     "writes into a gathered view is lost; keep it in a buffer, or change the parameter after the "
@@ -40,8 +41,6 @@ def watch_values(unit: nn.Module, prefix: str, names: Iterable[str], definition:
     inner.register_forward_hook(compare)
 
 
-def _sums(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return a sum of each parameter that changes with its values."""
+def _sums(module: nn.Module, names: Iterable[str]) -> dict[str, Tensor | None]:
     places = {name: name.rpartition(".") for name in names}
-    values = {name: getattr(module.get_submodule(owner), leaf) for name, (owner, _, leaf) in places.items()}
-    return {name: value.detach().double().nan_to_num().sum() for name, value in values.items()}
+    return {name: value_sum(getattr(module.get_submodule(owner), leaf)) for name, (owner, _, leaf) in places.items()}
