@@ -79,7 +79,7 @@ HABITS: tuple[Habit, ...] = (
     Habit(
         "SpectrallyNormed",
         "`spectral_norm`",
-        refused={HALF: "the forward of SpectrallyNormed.*must have the same dtype"},
+        refused={HALF: "the forward of SpectrallyNormed.*(must have the same dtype|expected scalar type)"},
         remedy="use fp32",
         costs=BUILT_ONCE,
     ),

@@ -11,7 +11,12 @@ from shardwise.testing.toy_configs import toy_config
 
 
 def test_routers_and_biases_are_found_beside_their_experts() -> None:
-    model = build_model(Job.model_validate({"model": {"config": toy_config("glm4_moe")}}))
+    model: Any = build_model(Job.model_validate({"model": {"config": toy_config("glm4_moe")}}))
+    if (
+        "router_logits" not in model.model._can_record_outputs
+    ):  # transformers 5.17: what it does not record is not found
+        assert find_routers(model) == {} == correction_biases(model)
+        return
     assert find_routers(model) == {"model.layers.1.mlp.experts": ("model.layers.1.mlp.gate", 0)}
     assert correction_biases(model) == {"model.layers.1.mlp.experts": "model.layers.1.mlp.gate.e_score_correction_bias"}
 

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.model.routers import find_routers
+from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import check_agrees
 from tests.parity.test_expert_parallel import CONTEXT, EAGER, EXPERT, FULL, PIPELINE, TENSOR
@@ -46,11 +50,18 @@ SLOW = [
 ]
 
 
+def records_routers(family: str) -> bool:
+    model: Any = build_model(Job.model_validate({"model": {"config": toy_config(family)}}))
+    return bool(find_routers(model))
+
+
 @pytest.mark.parametrize(
     "family, ranks, sections", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, sections: dict[str, Any]
 ) -> None:
+    if family == "glm4_moe" and not records_routers(family):
+        pytest.skip("this version of transformers records no router of glm4_moe: refused by name")
     config = {**EAGER, **sections.get("config", {})}
     check_agrees(world_pool, ranks, experts_job(corpora, family, **{**FP64, **sections, "config": config}))

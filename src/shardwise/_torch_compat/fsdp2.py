@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-# No public name: what a unit of FSDP2 is doing (torch 2.11 to 2.13).
+# No public names: what a unit of FSDP2 is doing (torch 2.11 to 2.13), and its parameters.
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+def _let_shards_be_integers() -> None:
+    """Have FSDP2 of torch 2.11 make integer shards as later ones do: it first asks of each that it has a gradient."""
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        differentiable = data.is_floating_point() or data.is_complex()
+        return nn.Parameter(data, differentiable if requires_grad is None else requires_grad)
+
+    own = ModuleType(nn.__name__)
+    own.__dict__.update(nn.__dict__, Parameter=parameter)
+    _fsdp_param.nn = own  # type: ignore[attr-defined]
+
+
+if torch.__version__ < "2.12":
+    _let_shards_be_integers()
 
 
 # No public name: FSDP2 reduces gradients in a hook of autograd alone; torch's own pipeline stage reaches in like this.

@@ -43,6 +43,6 @@ RULES: tuple[Rule, ...] = (
     Rule("router-bias", ("router.bias_update_rate",), "the model has to have routers with a bias on their scores",
          lambda d: d.job.router.bias_update_rate and not d.facts.router_biases,
          fix="leave it out",
-         because=lambda d: f"{d.facts.family} has no e_score_correction_bias"),
+         because=lambda d: f"{d.facts.family} has no router with e_score_correction_bias that transformers records"),
 )
 # fmt: on

@@ -38,7 +38,7 @@ CASES = {
     "router-bias": case(
         {"router": {"bias_update_rate": 0.001}},
         {"router": {"bias_update_rate": 0.001}},
-        "has no e_score_correction_bias",
+        "has no router with e_score_correction_bias that transformers records",
         CPU4,
         ROUTED,
         replace(ROUTED, router_biases={"layers.0.experts": "layers.0.gate.e_score_correction_bias"}),
