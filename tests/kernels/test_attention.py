@@ -272,6 +272,14 @@ def test_a_head_beyond_the_kernel() -> None:
     assert kernel_supports(kernel, call).reason == "a head of 192 is more than its largest of 128"
 
 
+@pytest.mark.parametrize("dtype, size, takes", [("bf16", 24, True), ("bf16", 20, False), ("fp32", 20, True)])
+def test_a_kernel_that_reads_16_bytes_at_once_takes_heads_of_a_multiple(dtype: str, size: int, takes: bool) -> None:
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "efficient")
+    capability = kernel_supports(kernel, AttentionNeeds("cuda", dtype, head_size=size, value_size=size))
+    assert capability.ok == takes
+    assert takes or capability.reason == "in bf16 it takes heads of a multiple of 8, not of 20"
+
+
 def test_choices_follow_the_call() -> None:
     choose: Callable[..., str] = lambda **more: next(  # noqa: E731
         kernel.name for kernel in KERNELS if kernel_supports(kernel, AttentionNeeds(**more)).ok

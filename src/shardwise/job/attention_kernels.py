@@ -27,6 +27,7 @@ class AttentionKernel:
         narrow_on_cuda: there it computes in bf16 and fp16 only.
         widths: whether values may have another size than queries.
         largest: largest head size; 0 is any.
+        aligned: bits of which a head is a multiple; 0 is any.
         package: that has to be installed.
         linear: its memory grows linearly with the sequence, whatever is needed.
         backward: devices on which it has one.
@@ -44,6 +45,7 @@ class AttentionKernel:
     narrow_on_cuda: bool = False
     widths: bool = True
     largest: int = 0
+    aligned: int = 0
     package: str = ""
     linear: bool = False
     backward: tuple[str, ...] = ("cpu", "cuda")
@@ -59,9 +61,9 @@ KERNELS = (
     AttentionKernel("sdpa", "torch's scaled_dot_product_attention, which chooses among its kernels; masks are made "
                     "whole", "sdpa:sdpa"),
     AttentionKernel("efficient", "SDPA held to its memory-efficient kernel", "sdpa:efficient", devices=("cuda",),
-                    dtypes=("fp32", *NARROW), biases=("keys", "scores")),
+                    dtypes=("fp32", *NARROW), biases=("keys", "scores"), aligned=128),
     AttentionKernel("cudnn", "SDPA held to cuDNN's kernel", "sdpa:cudnn", devices=("cuda",), dtypes=NARROW,
-                    biases=("keys", "scores"), largest=128),
+                    biases=("keys", "scores"), largest=128, aligned=128),
     AttentionKernel("flex", "FlexAttention: compiled for masks, biases and caps; on a CPU forward only", "flex:flex",
                     biases=("keys", "scores"), softcap=True, dropout="", widths=False, backward=("cuda",), linear=True),
     AttentionKernel("flash_attention_2", "the package flash-attn 2", "flash_packages:flash_attention_2", masks=False,

@@ -84,6 +84,9 @@ def _obstacles(kernel: AttentionKernel, needs: AttentionNeeds) -> Iterator[str]:
         yield "queries and values have other sizes"
     if kernel.largest and head > kernel.largest:
         yield f"a head of {head} is more than its largest of {kernel.largest}"
+    unit = kernel.aligned // int(needs.dtype[2:])
+    if unit and (needs.head_size % unit or needs.value_size % unit):
+        yield f"in {needs.dtype} it takes heads of a multiple of {unit}, not of {needs.head_size or needs.value_size}"
 
 
 @cache

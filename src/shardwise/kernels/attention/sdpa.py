@@ -38,7 +38,8 @@ def _scaled_dot_product(call: AttentionCall, backend: SDPBackend | None = None) 
     keys, values, options = call.key, call.value, {}
     # The CPU's kernel adds the gradients of a group's keys up in their own dtype, which 16 bits are too few for.
     coarse = call.query.device.type == "cpu" and call.query.element_size() < 4
-    if grouped and mask is None and not coarse:
+    takes_groups = mask is None and not coarse and backend is not SDPBackend.EFFICIENT_ATTENTION
+    if grouped and takes_groups:
         options = {"enable_gqa": True}
     elif grouped:
         keys, values = repeat_key_heads(keys, call.query), repeat_key_heads(values, call.query)
