@@ -200,4 +200,11 @@ def gpu_stepper(
     with torch.no_grad():
         for name, value in build(config, device).named_parameters():
             trainer.model.tensor_map[name].store(value)
-    return trainer.step
+    on_host: dict[int, Tensor] = {}  # where a job's batches come from
+
+    def step(ids: Tensor) -> Tensor:
+        if id(ids) not in on_host:
+            on_host[id(ids)] = ids.cpu()
+        return trainer.step(on_host[id(ids)])
+
+    return step

@@ -322,4 +322,12 @@ class _Gradients:
             if self.weight is not None:
                 if first:
                     self.weight.zero_()
-                self.weight.add_(low.T @ rows)
+                _add_product(self.weight, low.T, rows)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right`, which has fewer bits, to `total`; CUDA does it in one pass, without rounding in between."""
+    if total.is_cuda and torch.version.cuda and not is_fake(total):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)

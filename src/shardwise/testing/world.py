@@ -114,11 +114,14 @@ class WorldPool:
     limit: int = 8
     timeout: float = 120.0
     preload: tuple[str, ...] = PRELOAD
+    start_method: str = (
+        "forkserver"  # "spawn" for functions that use CUDA: a fork of a process that asked for it has none
+    )
     _workers: list[Worker] = field(default_factory=list, init=False)
     _runs: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
+        self._context: Any = multiprocessing.get_context(self.start_method)
         self._context.set_forkserver_preload(list(self.preload))
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-worlds-")
         self._store = loopback.serve_store()

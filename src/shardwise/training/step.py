@@ -1,11 +1,13 @@
 """train_step(): forward, backward, reductions and update of one step, on any layout.
 
 The loss is (sum, count). One control all-reduce before the step carries the count of labels and the ranks' flags; the
-normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss.
+normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss. The host waits for
+a GPU there alone: while the GPU updates, the next step is prepared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -84,10 +86,10 @@ class ReducedSums(NamedTuple):
         measured: what the objective has measured; empty without any.
     """
 
-    loss: Tensor
-    counted: Tensor
-    norm: Tensor
-    measured: Tensor
+    loss: float
+    counted: float
+    norm: float
+    measured: Sequence[float]
 
 
 def train_step(
@@ -123,15 +125,15 @@ def train_step(
     control = exchange_control(model, ControlMessage(labels, samples, int(stop), int(failed), data_hash))
     counts = LossCounts(tokens=control.labels, samples=control.samples)
     batches = [batch.to(model.device) for batch in batches]
-    seed = torch.tensor(normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
+    seed = torch.full((), normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
     model.scale_router_losses(scaler.scale)
     totals = model.run(objective, batches, step, seed)
     sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, objective.measured())
     if step == 0:
-        _check_count(round(float(sums.counted)), counts.samples)
+        _check_count(round(sums.counted), counts.samples)
 
-    skipped, scale = counts.tokens == 0 or not bool(torch.isfinite(sums.norm)), scaler.scale
+    skipped, scale = counts.tokens == 0 or not math.isfinite(sums.norm), scaler.scale
     if not skipped:
         _rescale(optimizer, sums.norm, scale, model.plan.job.optimizer.clip_norm)
         optimizer.step()
@@ -139,8 +141,8 @@ def train_step(
     scaler.update(overflow=skipped)
     optimizer.zero_grad()
     return StepResult(
-        normalisation.mean(float(sums.loss), counts),
-        float(sums.norm),
+        normalisation.mean(sums.loss, counts),
+        sums.norm,
         counts.tokens,
         skipped,
         scale,
@@ -148,7 +150,7 @@ def train_step(
         bool(control.failed),
         control.data_hash,
         None if model.routers is None else model.routers.totals(),
-        objective.metrics(sums.measured.tolist(), counts.samples),
+        objective.metrics(sums.measured, counts.samples),
     )
 
 
@@ -198,6 +200,8 @@ class ControlMessage(NamedTuple):
 def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMessage:
     """Sum the ranks' messages, in int64, whose sums wrap around. Collective."""
     mark_phase("forward")
+    if dist.get_world_size() == 1:  # a GPU would be waited for
+        return message
     reports = model.is_reporting_rank
     labels, samples, stop, failed, data_hash = message
     # A wish to stop or a failure may come from any rank.
@@ -217,15 +221,15 @@ def reduce_loss_and_norm(
     """
     mark_phase("optimizer")
     squares = squared_share(optimizer.gradients(), model.device)
-    use = torch.tensor(model.use_counts(), dtype=squares.dtype, device=model.device)
+    use = torch.tensor(model.use_counts(), dtype=squares.dtype).to(model.device, non_blocking=True)
     parts = [totals, *([] if measured is None else [measured])]
     own = torch.cat([part.to(squares.dtype) * model.contributes for part in parts])
     sums = torch.cat([squares.view(1), use, own])
     with LOSS_AND_NORM:
         dist.all_reduce(sums)
-    model.settle_use(*(count > 0 for count in sums[1:4].tolist()))
-    loss, counted = sums[4:6]
-    return ReducedSums(loss, counted, sums[0].sqrt() / scale, sums[6:])
+    squared, unused, irregular, changed, loss, counted, *of_objective = sums.tolist()
+    model.settle_use(unused > 0, irregular > 0, changed > 0)
+    return ReducedSums(loss, counted, math.sqrt(squared) / scale, of_objective)
 
 
 def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: torch.device) -> Tensor:
@@ -257,12 +261,9 @@ def _check_count(counted: int, count: int) -> None:
         )
 
 
-def _rescale(optimizer: ShardedOptimizer, norm: Tensor, scale: float, clip_norm: float | None) -> None:
-    """Take the loss scale out of the gradients and clip them, in one multiplication and without a host sync."""
-    if scale == 1.0 and clip_norm is None:
-        return
-    factor = torch.ones_like(norm) if clip_norm is None else (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+def _rescale(optimizer: ShardedOptimizer, norm: float, scale: float, clip_norm: float | None) -> None:
+    """Take the loss scale out of the gradients and clip them, in one multiplication."""
+    factor = (1.0 if clip_norm is None else min(clip_norm / (norm + 1e-6), 1.0)) / scale
     gradients = [gradient for _, gradient in optimizer.gradients()]
-    if gradients:
-        factor = (factor / scale).to(gradients[0].device, gradients[0].dtype.to_real())
+    if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from shardwise.model.facts import ModelFacts
@@ -20,6 +22,8 @@ class CompiledBlocks(Transform):
         return plan.job.model.compile
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
+        # The choice of a kernel follows from its arguments alone: where it is traced, its cache may be left out.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         mode = CUDA_GRAPHS if inputs.plan.job.model.cuda_graphs else None
         for stage in build.stages:
             for block in stage.blocks(inputs.facts):

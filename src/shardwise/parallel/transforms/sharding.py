@@ -107,7 +107,7 @@ def shard_model(
     modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for owner, hooks in containers.items():
         hooks.watch(owner)  # type: ignore[arg-type]
-    _sum_gradients(modules)
+    _sum_gradients(modules, plan.world.size)
     name_collectives(modules)
     if plan.gathers_float8:
         gather_in_float8(modules)
@@ -131,11 +131,12 @@ def _shard_experts(
         fully_shard(stack, mesh=layout.experts.mesh(), reshard_after_forward=reshards, mp_policy=own, **shard)
 
 
-def _sum_gradients(modules: Sequence[FSDPModule]) -> None:
+def _sum_gradients(modules: Sequence[FSDPModule], ranks: int) -> None:
     """Let FSDP2 sum gradients and divide nothing: `Normalisation` divides the loss."""
     for module in modules:
         # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
-        module.set_gradient_divide_factor(1.0)
+        if ranks > 1:  # by their number otherwise; one rank's are not divided, and by 1.0 in a pass of its own
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 

@@ -223,7 +223,7 @@ def _detached_attention() -> AbstractContextManager[None]:
 
 def _wrong_loss() -> AbstractContextManager[None]:
     def wrapper(original: Callable[..., Any], model: Any, optimizer: Any, totals: Tensor, *rest: Any) -> Any:
-        return original(model, optimizer, totals, *rest)._replace(loss=totals[0])  # this rank's share only
+        return original(model, optimizer, totals, *rest)._replace(loss=float(totals[0]))  # this rank's share only
 
     return wrapped(step, "reduce_loss_and_norm", wrapper)
 

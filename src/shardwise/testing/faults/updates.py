@@ -60,18 +60,18 @@ def _rounded_norm() -> AbstractContextManager[None]:
     return wrapped(step, "squared_share", wrapper)
 
 
-def _rescaled_with(norm_of: Callable[[Any, Tensor, float], Tensor]) -> Fault:
+def _rescaled_with(norm_of: Callable[[Any, float, float], float]) -> Fault:
     """Let gradients be clipped by another norm: `norm_of(optimizer, norm, scale)`."""
 
-    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float | None) -> None:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: float, scale: float, clip: float | None) -> None:
         original(optimizer, norm_of(optimizer, norm, scale), scale, clip)
 
     return lambda: wrapped(step, "_rescale", wrapper)
 
 
-def _own_norm(optimizer: ShardedOptimizer, norm: Tensor, scale: float) -> Tensor:
+def _own_norm(optimizer: ShardedOptimizer, norm: float, scale: float) -> float:
     squares = [gradient.double().square().sum() for _, gradient in optimizer.gradients()]
-    return torch.stack(squares).sum().sqrt() / scale
+    return float(torch.stack(squares).sum().sqrt()) / scale
 
 
 def _clip_skipped() -> AbstractContextManager[None]:
@@ -81,7 +81,7 @@ def _clip_skipped() -> AbstractContextManager[None]:
 
 
 def _clip_twice() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float) -> None:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: float, scale: float, clip: float) -> None:
         original(optimizer, norm, scale, clip)
         original(optimizer, norm, 1.0, clip)
 
@@ -175,7 +175,7 @@ def _frozen_tensor(optimizer: ShardedOptimizer) -> None:
 
 
 def _clip_by_tensor() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float) -> None:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: float, scale: float, clip: float) -> None:
         for _, gradient in optimizer.gradients():
             gradient.mul_(min(1.0, clip / (float(gradient.norm()) + 1e-6)))
 
@@ -183,7 +183,7 @@ def _clip_by_tensor() -> AbstractContextManager[None]:
 
 
 def _clip_by_value() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float) -> None:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: float, scale: float, clip: float) -> None:
         for _, gradient in optimizer.gradients():
             gradient.clamp_(-1e-2 * clip, 1e-2 * clip)
 
@@ -191,7 +191,7 @@ def _clip_by_value() -> AbstractContextManager[None]:
 
 
 def _scale_left_in() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], optimizer: Any, norm: Tensor, scale: float, clip: float | None) -> None:
+    def wrapper(original: Callable[..., Any], optimizer: Any, norm: float, scale: float, clip: float | None) -> None:
         original(optimizer, norm, 1.0, clip)
 
     return wrapped(step, "_rescale", wrapper)
