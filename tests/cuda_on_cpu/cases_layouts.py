@@ -80,7 +80,7 @@ def test_spans_and_a_module_of_ones_own(world_pool: WorldPool, corpora: Path) ->
 
 @pytest.mark.parametrize("kernel", ["eager", "blockwise", "flash", "efficient"])
 def test_kernels_of_attention(world_pool: WorldPool, corpora: Path, kernel: str) -> None:
-    check(world_pool, 1, tensor_job(corpora, "llama", **settings({}, "bf16", attention=kernel)))
+    check(world_pool, 1, tensor_job(corpora, "llama", config={"head_dim": 8}, **settings({}, "bf16", attention=kernel)))
 
 
 @pytest.mark.parametrize("axis", ["sharded", "tensor", "1F1B"])

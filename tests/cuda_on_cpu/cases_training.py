@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,4 +85,5 @@ def test_what_is_resumed_is_bit_for_bit_what_went_on(
 
 def test_a_gpu_without_memory_says_what_it_holds(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     [said] = world_pool.run(1, joined, starved, jobs(corpora, tmp_path, "cuda", 2))
-    assert "out of memory" in said and "the allocator's peak 1 MiB, reserved 1 MiB, of 8.00 GiB on the device" in said
+    assert "out of memory" in said
+    assert re.search(r"the allocator's peak [\d.]+ .iB, reserved [\d.]+ .iB, of [\d.]+ GiB on the device", said)

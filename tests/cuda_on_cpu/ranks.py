@@ -36,6 +36,8 @@ def joined(function: Callable[..., Any], argument: Any, backend: str = "nccl") -
     dist.destroy_process_group()
     process_groups._stores[place] = dist.PrefixStore("with GPUs", store)
     process_groups._groups.clear()
+    if place.world_size > torch.cuda.device_count() and "PLAYED_CUDA" not in os.environ:
+        backend = "shardwise"  # real GPUs, fewer than ranks
     os.environ["PLAYED_GPU"] = str(place.rank if backend == "nccl" else 0)  # NCCL takes one rank of each
     with process_groups.process_group("cuda", backend) as device:
         return function(device, argument)

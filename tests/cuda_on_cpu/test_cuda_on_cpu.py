@@ -3,7 +3,8 @@
 There the lazy device (`tests/collectives/lazy_device.cpp`) has CUDA's place, with the kernels of the CPU and streams
 that do nothing until they are waited for; the engine has NCCL's. Numbers are real, and held against one process or the
 CPU. What remains for a GPU: CUDA's own kernels (fused attention, Triton, torch.compile), its memory, NCCL, times, and
-races between kernels, which run at once here while copies wait.
+races between kernels, which run at once here while copies wait. On a machine with a GPU the same files run on it:
+`python -m pytest tests/cuda_on_cpu/cases_*.py`; ranks that are more than the GPUs share them through the engine.
 """
 
 from __future__ import annotations
