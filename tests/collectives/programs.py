@@ -252,13 +252,14 @@ def sparse_all_reduce(step: Step) -> Operation:
 
 
 def callback(step: Step) -> Operation:
-    """An operation that a callback of another starts and waits for; nothing else is on the group meanwhile."""
+    """An operation that a callback of another starts and waits for, while later ones of the group wait their turn."""
     inputs = step.inputs()
     data, then = inputs[step.me].clone(), inputs[step.me].clone()
 
     def start(later: bool) -> Any:
         future = dist.all_reduce(data, group=step.group, async_op=True).get_future()
-        future.then(lambda _: dist.all_reduce(then, group=step.group, async_op=True).wait()).wait()
+        over = Several([future.then(lambda _: dist.all_reduce(then, group=step.group, async_op=True).wait())])
+        return over if later else over.wait()
 
     return start, lambda: [check("sum", each, inputs) for each in (data, then)]  # type: ignore[return-value]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +54,48 @@ def waiting_callbacks() -> list[list[float]]:
 
 def test_a_callback_may_wait_for_what_it_starts(world_pool: WorldPool) -> None:
     assert world_pool.run(2, waiting_callbacks) == [[[16.0, 16.0], [1, 2]]] * 2
+
+
+def ordered_callbacks() -> list[Any]:
+    """What callbacks start comes right after their operation, though the ranks' threads get to it at other times."""
+    group, rank = engine_group(), dist.get_rank()
+    sums = []
+
+    def then(size: int, done: Any) -> Any:
+        time.sleep(0.02 * (rank == size % 2))
+        values = torch.full((size,), float(done.value()[0].flatten()[0]))
+        return dist.all_reduce(values, group=group, async_op=True).get_future().wait()[0]
+
+    for size in range(1, 9):
+        first = dist.all_reduce(torch.full((10 + size,), float(size)), group=group, async_op=True).get_future()
+        sums.append(first.then(functools.partial(then, size)).then(functools.partial(then, 20 + size)))
+    return [future.wait().tolist() for future in sums]
+
+
+def test_what_callbacks_start_has_one_order_on_all_ranks(world_pool: WorldPool) -> None:
+    assert world_pool.run(2, ordered_callbacks) == [[[8.0 * size] * (20 + size) for size in range(1, 9)]] * 2
+
+
+def waits_for_later() -> list[float]:
+    """A callback of rank 0 waits for an operation that comes after its own."""
+    group, rank = engine_group(), dist.get_rank()
+    first, later = torch.ones(1), torch.full((1,), 3.0)
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)  # so rank 0's callback is there before its operation ends
+        dist.all_reduce(first, group=group)
+        dist.all_reduce(later, group=group)
+        return later.tolist()
+    works = []
+    future = dist.all_reduce(first, group=group, async_op=True).get_future()
+    called_back = future.then(lambda _: works[0].wait())
+    works.append(dist.all_reduce(later, group=group, async_op=True))
+    dist.send(torch.ones(1), 1)
+    called_back.wait()
+    return later.tolist()
+
+
+def test_a_callback_that_waits_for_a_later_operation_is_left_to_itself(world_pool: WorldPool) -> None:
+    assert world_pool.run(2, waits_for_later) == [[6.0]] * 2
 
 
 def late_in_callback() -> str:

@@ -79,13 +79,20 @@ def hooked(
     return feature
 
 
-def power(hook: Any, **options: Any) -> Callable[[Any], list[Tensor]]:
-    """A hook of PowerSGD on one bucket: the order of what callbacks of several call is that of no CPU backend."""
+def power(hook: Any, bucket_cap_mb: float = 25, **options: Any) -> Callable[[Any], list[Tensor]]:
+    """A hook of PowerSGD; on one bucket, since Gloo hangs where callbacks of two wait at once."""
 
     def state(group: Any) -> Any:
         return powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, **options)
 
-    return hooked(hook, state, bucket_cap_mb=25)
+    return hooked(hook, state, bucket_cap_mb)
+
+
+def power_in_turn(state: Any, bucket: Any) -> Any:
+    """PowerSGD that waits for a bucket before the next one."""
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
 
 
 def post_local_sgd(group: Any) -> list[Tensor]:
@@ -241,6 +248,7 @@ FEATURES: dict[str, Callable[[Any], list[Tensor]]] = {
     "fp16_compress_wrapper": power(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
     "noop_hook": hooked(debugging_hooks.noop_hook, lambda _: None),
     "powerSGD_hook": power(powerSGD_hook.powerSGD_hook),
+    "powerSGD_hook, several buckets": power(powerSGD_hook.powerSGD_hook, bucket_cap_mb=0.001),
     "powerSGD_hook, rank 2": power(powerSGD_hook.powerSGD_hook, matrix_approximation_rank=2),
     "post_localSGD_hook": post_local_sgd,
     "_register_fused_optim": overlapped_optimizer,
@@ -256,8 +264,11 @@ FEATURES: dict[str, Callable[[Any], list[Tensor]]] = {
     "DTensor": placements,
     "torch.distributed.checkpoint": checkpointed,
 }
-# What gives Gloo's numbers where torch refuses it the feature by name.
-WITHOUT = {"hook_with_zero_step": late_steps}
+# What gives Gloo's numbers where torch refuses it the feature by name, or Gloo hangs.
+WITHOUT = {
+    "hook_with_zero_step": late_steps,
+    "powerSGD_hook, several buckets": power(lambda state, bucket: power_in_turn(state, bucket), bucket_cap_mb=0.001),
+}
 QUICK = ("find_unused_parameters", "join")
 
 

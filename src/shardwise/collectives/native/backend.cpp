@@ -255,7 +255,7 @@ class Engine : public c10d::Backend {
     const Tensor data = readable(only(tensors));
     Earlier(devices_of({&tensors})).wait();
     const auto work = c10::make_intrusive<Handle>(rank_, OpType::SEND, tensors, tensors, calls_);
-    const auto done = [work, data](std::exception_ptr error, int) { work->complete(as_torch(error)); };
+    const auto done = [work, data](std::exception_ptr error, int) { end(*work, error); };
     translated([&] {
       own_->messenger()->send(peer(to), tag, dtype(data), data.const_data_ptr(), data.nbytes(), nanoseconds(timeout_), done);
     });
@@ -300,6 +300,12 @@ class Engine : public c10d::Backend {
     return other;
   }
 
+  // Of a message, which no other operation waits for: nor do they for its callbacks.
+  static void end(Handle& work, std::exception_ptr error, int source = -1) {
+    auto callbacks = work.complete(as_torch(error), source);
+    if (callbacks) ThreadPool::of_process().run(std::move(callbacks));
+  }
+
   c10::intrusive_ptr<Work> receive(OpType type, Tensors& tensors, int from, int tag) {
     const auto made = std::make_shared<Outputs>(Tensors{only(tensors)});
     const auto work = c10::make_intrusive<Handle>(rank_, type, tensors, tensors, calls_);
@@ -310,7 +316,7 @@ class Engine : public c10d::Backend {
       } catch (...) {
         error = std::current_exception();
       }
-      work->complete(as_torch(error), source);
+      end(*work, error, source);
     };
     const Tensor& to = made->written[0];
     translated([&] {
@@ -427,7 +433,7 @@ class Engine : public c10d::Backend {
         error = std::current_exception();
       }
       run = nullptr;
-      work->complete(error);
+      return work->complete(error);
     };
     translated([&] { own_->turns().run(std::move(task), !options.asyncOp); });
     note(work);

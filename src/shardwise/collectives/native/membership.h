@@ -14,9 +14,9 @@
 #include <pthread.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "callbacks.h"
 #include "meeting.h"
 #include "messages.h"
+#include "thread_pool.h"
 #include "turns.h"
 
 namespace shardwise {
@@ -40,7 +40,7 @@ class Membership {
         group_(wire_ ? new Hosts(*room_, *wire_, places) : new Group(*room_)), messenger_(std::make_shared<Messenger>(peers_)) {}
 
   Group& group() { return *group_; }
-  Turns& turns() { return turns_; }
+  Turns& turns() { return *turns_; }
   const Peers& peers() const { return peers_; }
   std::shared_ptr<Messenger> messenger() {
     std::lock_guard<std::mutex> lock(lending_);
@@ -52,7 +52,7 @@ class Membership {
   void leave() {
     std::lock_guard<std::mutex> lock(leaving_);
     if (left_) return;
-    turns_.stop();
+    turns_->stop();
     std::shared_ptr<Messenger> messenger;
     {
       std::lock_guard<std::mutex> lending(lending_);
@@ -66,8 +66,9 @@ class Membership {
 
   // The same, but what is not carried out by then ends with an error.
   void leave_by(int64_t until) {
-    while (now() < until && !turns_.rest()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    while (now() < until && !turns_->rest()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     room_->abandon();
+    turns_->leave_callbacks();
     leave();
   }
 
@@ -85,7 +86,7 @@ class Membership {
   std::shared_ptr<Messenger> messenger_;
   std::mutex lending_, leaving_;
   bool left_ = false;
-  Turns turns_;
+  const std::shared_ptr<Turns> turns_ = std::make_shared<Turns>();
 };
 
 // Those of this process.
@@ -106,7 +107,7 @@ class Memberships {
   void remove(const std::shared_ptr<Membership>& membership) {
     std::lock_guard<std::mutex> lock(mutex_);
     all_.erase(membership);
-    if (all_.empty()) Callbacks::of_process().release();
+    if (all_.empty()) ThreadPool::of_process().release();
   }
 
   // Tells an error of this process to the other ranks of all its groups.
@@ -121,7 +122,7 @@ class Memberships {
       each->leave_by(until);
       remove(each);
     }
-    Callbacks::of_process().end(until);
+    ThreadPool::of_process().end(until);
   }
 
  private:
@@ -132,7 +133,7 @@ class Memberships {
                      new std::set<std::shared_ptr<Membership>>(std::move(all.all_));  // the parent's: nothing of them ends here
                      all.all_ = {};
                      ++all.forks_;
-                     Callbacks::forget_parents();
+                     ThreadPool::forget_parents();
                      all.mutex_.unlock();
                    });
   }

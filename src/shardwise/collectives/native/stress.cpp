@@ -1,6 +1,6 @@
 // A stress of the engine without torch, for the sanitizers: ranks as threads over one shared memory, or over several and
 // connections between them, random operations with checked results, messages beside them, and a group that breaks. While
-// hosts meet, a stranger calls at their gates. At the end, tasks in turn with callbacks that wait for tasks of their own.
+// hosts meet, a stranger calls at their gates. At the end, tasks in turn with callbacks that wait for tasks.
 // Built by tests/collectives/test_engine_build.py.
 //
 //   stress RANKS ROUNDS SEED [HOSTS]
@@ -15,12 +15,12 @@
 #include <arpa/inet.h>
 #include <sys/socket.h>
 
-#include "callbacks.h"
 #include "gate.h"
 #include "group.h"
 #include "hosts.h"
 #include "messages.h"
 #include "monitored_barrier.h"
+#include "thread_pool.h"
 #include "turns.h"
 
 using namespace shardwise;
@@ -217,37 +217,71 @@ int stranger(const Gate& gate) {
   return caller;
 }
 
-// Several threads ask for turns. Each task leaves a callback, which waits for a task of its own.
+// Callbacks wait for what comes after them.
+void wait_for_a_later_task(Turns& turns) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool later = false, over = false;
+  const auto set = [&](bool& what) {
+    std::lock_guard<std::mutex> lock(mutex);
+    what = true;
+    changed.notify_all();
+  };
+  const auto await = [&](bool& what) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return what; });
+  };
+  turns.run([&] { return Turns::Callbacks([&] { await(later), set(over); }); }, false);
+  turns.run([&] { return set(later), Turns::Callbacks(); }, false);
+  await(over);
+}
+
+// Several threads ask for turns. A task has callbacks, which wait for a task of their own, or leave one behind.
 void take_turns(unsigned seed) {
-  Turns turns;
-  Callbacks& callbacks = Callbacks::of_process();
+  const auto turns = std::make_shared<Turns>();
   std::atomic<int> inside{0}, open{0};
+  std::atomic<int> last{0};  // whose callbacks run
   const auto task = [&inside] {
     require(inside.fetch_add(1) == 0, "two tasks at once");
     inside.fetch_sub(1);
   };
-  const auto callback = [&] {
+  const auto callbacks = [&](int number, bool waits) {
+    last.store(number);
     std::atomic<bool> done{false};
-    turns.run([&] { task(), done.store(true); }, false);
-    while (!done.load()) sched_yield();
+    open.fetch_add(1);
+    const auto own = [&, number, waits] {
+      task();
+      require(last.load() == number, "a task came before what the callbacks of the one before have called");
+      if (waits) done.store(true);
+      open.fetch_sub(1);
+      return Turns::Callbacks();
+    };
+    turns->run(own, number % 3 == 0);
+    while (waits && !done.load()) sched_yield();
     open.fetch_sub(1);
   };
   std::vector<std::thread> callers;
-  for (unsigned caller = 0; caller < 4; ++caller) {
+  for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&, caller] {
       std::mt19937 random(seed + caller);
       for (int count = 0; count < 100; ++count) {
         open.fetch_add(1);
-        turns.run([&] { task(), callbacks.run(callback); }, random() % 2 == 0);
+        const int number = caller * 100 + count;
+        const auto run = [&, number, waits = random() % 2 == 0] {
+          task();
+          return Turns::Callbacks([&, number, waits] { callbacks(number, waits); });
+        };
+        turns->run(run, random() % 2 == 0);
       }
     });
   }
   for (std::thread& caller : callers) caller.join();
   while (open.load() != 0) sched_yield();
-  turns.stop();
-  callbacks.release();
-  callbacks.end(now() + kPatience);
-  callbacks.run([] { require(false, "a callback after the end"); });
+  wait_for_a_later_task(*turns);
+  turns->stop();
+  ThreadPool::of_process().release();
+  ThreadPool::of_process().end(now() + kPatience);
+  ThreadPool::of_process().run([] { require(false, "a callback after the end"); });
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 // What torch holds of an operation under way.
 #pragma once
 
+#include <functional>
+
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "callbacks.h"
 #include "tensors.h"
 
 namespace shardwise {
@@ -37,25 +38,25 @@ inline const char* title(OpType type) {
   }
 }
 
-// A future is made when somebody asks for it, and one that is asked for before the end is completed on a thread for
-// callbacks: what waits in a callback holds up nobody else.
+// A future is made when somebody asks for it.
 class Handle : public Work {
  public:
   Handle(int rank, OpType type, Tensors outputs, const Tensors& read, uint64_t sequence)
       : Work(rank, type, title(type), read), outputs_(std::move(outputs)), sequence_(sequence) {}
 
-  void complete(std::exception_ptr error, int source = -1) {
-    bool asked = false;
+  // Ends it. Returns what completes its future and runs the callbacks of that; nothing where none has been asked for.
+  [[nodiscard]] std::function<void()> complete(std::exception_ptr error, int source = -1) {
     {
       std::lock_guard<std::mutex> lock(asking_);
       source_ = source;
       error_ = error;
       over_ = true;
-      asked = future_.defined();
+      if (future_) {
+        return [self = c10::intrusive_ptr<Handle>::unsafe_reclaim_from_nonowning(this)] { self->tell(); };
+      }
     }
-    if (!asked) return finish(error);
-    const auto self = c10::intrusive_ptr<Handle>::unsafe_reclaim_from_nonowning(this);
-    Callbacks::of_process().run([self] { self->tell(); });
+    finish(error);
+    return nullptr;
   }
 
   c10::intrusive_ptr<Future> getFuture() override {

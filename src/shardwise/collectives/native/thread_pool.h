@@ -1,5 +1,5 @@
-// Threads on which callbacks of futures run. They are none of those that move data: a callback may wait for an operation
-// that it has started, or for the interpreter's lock. There are as many as callbacks that run at once.
+// Threads for operations of groups and for callbacks of futures. There are as many as run at once: a callback may wait for
+// an operation that it has started, or for the interpreter's lock.
 #pragma once
 
 #include <chrono>
@@ -13,14 +13,14 @@
 
 namespace shardwise {
 
-class Callbacks {
+class ThreadPool {
  public:
   using Task = std::function<void()>;
 
   // Those of this process; never destroyed, since threads may outlive every static object.
-  static Callbacks& of_process() { return *process(); }
+  static ThreadPool& of_process() { return *process(); }
   // In the child of a fork, which has none of its parent's threads.
-  static void forget_parents() { process() = new Callbacks; }
+  static void forget_parents() { process() = new ThreadPool; }
 
   void run(Task task) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -52,8 +52,8 @@ class Callbacks {
  private:
   static constexpr size_t kIdle = 4;
 
-  static Callbacks*& process() {
-    static Callbacks* all = new Callbacks;
+  static ThreadPool*& process() {
+    static ThreadPool* all = new ThreadPool;
     return all;
   }
 
