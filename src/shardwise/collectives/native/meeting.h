@@ -1,11 +1,13 @@
 // How the members of a group find each other's memory, through the group's store; and the engine's errors in torch's class.
 #pragma once
 
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <memory>
-#include <random>
 #include <sstream>
 
+#include <sys/random.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "gate.h"
@@ -55,10 +57,12 @@ struct Meeting {
   }
 };
 
+// From the kernel: std::random_device asks the processor, which has no numbers left while many processes ask.
 template <class Words>
 void draw(Words& words) {
-  std::random_device random;
-  for (auto& word : words) word = static_cast<std::decay_t<decltype(word)>>((static_cast<uint64_t>(random()) << 32) | random());
+  if (getrandom(&words[0], sizeof words, 0) != static_cast<ssize_t>(sizeof words)) {
+    throw Failure(std::string("shardwise engine: no random numbers (getrandom): ") + std::strerror(errno));
+  }
 }
 
 // The first rank of a host makes the shared memory and says in the store where; the others open it.
