@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,109 @@ class CountingSteps(Stack):
     def run_blocks(self, x: Tensor) -> Tensor:
         self.calls += self.training
         return x + super().run_blocks(x) * (1.0 if self.calls < 100 else 0.5)
+
+
+class FlaggedResidual(Residual):
+    def forward(self, x: Tensor, is_first: bool = False) -> tuple[Tensor, bool]:  # type: ignore[override]
+        return super().forward(x) * (0.9 if is_first else 1.0), not is_first
+
+
+class FlagsBetweenBlocks(Stack):
+    """Blocks that hand on a flag beside hidden states, and a module that reads the last."""
+
+    block = FlaggedResidual
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        is_first = True
+        for block in self.blocks:
+            x, is_first = block(x, is_first)
+        return x * (2.0 if is_first else 0.5)
+
+
+class ShiftedResidual(Residual):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + 0.5 * shift)
+
+
+class DetachedBetweenBlocks(Stack):
+    """Blocks that are given what the first layer made, without its gradient."""
+
+    block = ShiftedResidual
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        shift = x.detach()
+        for block in self.blocks:
+            x = block(x, shift)
+        return x
+
+
+class CountedResidual(Residual):
+    depth = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountedResidual.depth += 1
+        return super().forward(x) * (1 + 0.1 * CountedResidual.depth)
+
+
+class CountingBlocks(Stack):
+    """Blocks that count on their class how deep they are."""
+
+    block = CountedResidual
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountedResidual.depth = 0
+        return super().forward(x)
+
+
+class TypeCountedResidual(CountedResidual):
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).depth += 1
+        return Residual.forward(self, x) * (1 + 0.1 * type(self).depth)
+
+
+class CountingTypes(CountingBlocks):
+    """The same by `type(self)`, which is no class of the user's where blocks are sharded."""
+
+    block = TypeCountedResidual
+
+    def forward(self, x: Tensor) -> Tensor:
+        TypeCountedResidual.depth = 0
+        return Stack.forward(self, x)
+
+
+class ScaledResidual(Residual):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = 1 + 0.1 * x.shape[1]
+        return super().forward(x)
+
+
+class NumbersOnBlocks(Stack):
+    """A module that reads numbers which its blocks keep on themselves."""
+
+    block = ScaledResidual
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return super().read_out(x) * sum(block.scale for block in self.blocks)
+
+
+class ReachingResidual(Residual):
+    parent: Callable[[], Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * x @ self.parent().first.weight.t()
+
+
+class ReachedParents(Stack):
+    """Blocks that reach the module around them by a weak reference."""
+
+    block = ReachingResidual
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.parent = weakref.ref(self)
 
 
 class ReducingResidual(Residual):

@@ -392,6 +392,34 @@ HABITS: tuple[Habit, ...] = (
         untried=(STAGES,),
         quick=(),
     ),
+    Habit("FlagsBetweenBlocks", "blocks that hand on flags or numbers", quick=()),
+    Habit("DetachedBetweenBlocks", "blocks given what earlier layers made, detached", quick=()),
+    Habit(
+        "CountingBlocks",
+        "blocks that count in globals or on classes",
+        refused={STAGES: "blocks.0 changes the number depth of CountedResidual, which other stages would not see"},
+        remedy="count around the blocks",
+        quick=(),
+    ),
+    Habit(
+        "CountingTypes",
+        "the same by `type(self)`",
+        refused={STAGES: "blocks.0 changes the number depth of TypeCountedResidual"}
+        | dict.fromkeys(
+            (SHARDS, REPLICAS, ZERO_1, CHECKPOINTS, HALF),
+            r"forward of CountingTypes \(.*keeping.py:\d+\) sets depth on type\(self\), which is another class",
+        ),
+        remedy="name the class",
+        quick=(),
+    ),
+    Habit(
+        "ReachedParents",
+        "blocks that reach their parent by `weakref`",
+        costs=STAYS_GATHERED,
+        refused={STAGES: r"ReachedParents \(.*keeping.py:\d+\) reads first.weight outside"},
+        remedy="give blocks the value",
+        quick=(),
+    ),
     Habit(
         "CountingSteps",
         "a forward that counts its calls, no chain of blocks",

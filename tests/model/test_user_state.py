@@ -89,7 +89,8 @@ def test_numbers_are_named_by_where_they_are() -> None:
         before = numbers_kept(module)
         module(torch.ones(1, 2))
         changed = {name for name, number in numbers_kept(module).items() if before.get(name) != number}
-    assert changed == {"0.last of Sequential", f"COUNT of {__name__}", "calls of Counting"}
+    of_file = {f"{name} of {__name__}" for name in ("COUNT", "KEPT", "BY_NAME")}
+    assert changed == {"0.last of Sequential", "0.own of Sequential", "calls of Counting", *of_file}
 
 
 def test_an_attribute_that_the_code_mentions_is_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.model.traced_cut import cut_by_trace
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.transforms.stages import cut_stage
 from shardwise.plan.plan import World, resolve
+from tests.habits import keeping
 from tests.habits.building import POSITIONS, WIDTH, Stack
 
 EXAMPLE = {"x": torch.empty(2, POSITIONS, WIDTH, device="meta")}
@@ -102,8 +104,26 @@ def test_a_forward_with_random_numbers_of_the_process_is_not_cut() -> None:
     assert not answer.ok and "draws numbers from Python's or NumPy's generator" in answer.reason
 
 
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (keeping.FlagsBetweenBlocks, "its blocks return values that are no tensors"),
+        (keeping.DetachedBetweenBlocks, "blocks are given what comes from first without a gradient"),
+        (keeping.CountingBlocks, "blocks.0 changes the number depth of CountedResidual"),
+        (keeping.NumbersOnBlocks, "blocks.0 changes the number blocks.0.scale of NumbersOnBlocks"),
+        (keeping.ReachedParents, r"ReachedParents \(.*keeping.py:\d+\) reads first.weight"),
+        (keeping.LateWrites, ""),  # its blocks count their own calls, which nothing else reads
+    ],
+)
+def test_what_stages_of_other_blocks_would_not_see_is_an_obstacle(module: type[Stack], reason: str) -> None:
+    with torch.device("meta"):
+        answer = discover(module(), _job(), EXAMPLE).supports(Axis.PIPELINE)
+    assert answer.ok == (not reason)
+    assert re.search(reason, answer.reason)
+
+
 @pytest.mark.slow
 def test_nor_is_it_traced() -> None:
     with torch.device("meta"):
         answer = _facts(Scaled(), _job()).supports(Axis.PIPELINE)
-    assert not answer.ok and "torch cannot cut it either" in answer.reason
+    assert not answer.ok and "its trace cannot be cut either" in answer.reason

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 # No public name: torch documents FakeTensorMode only under its private module (torch 2.11 to 2.13).
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -19,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
+    "asks_for_values",
     "attributes_of_fakes",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -27,6 +33,21 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+# Text of what has no class of its own: `numpy()` of fake tensors, `item()` and copies of those on the meta device.
+_ASKS_FOR_VALUES = (
+    "not supported for tensor subclasses",
+    "cannot be called on meta tensors",
+    "copy out of meta tensor",
+)
+
+
+def asks_for_values(error: BaseException) -> bool:
+    """Return whether torch has no answer, since it would follow from values that fake tensors do not have."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    is_guard = type(error).__name__ == "GuardOnDataDependentSymNode"  # its module imports sympy
+    return is_guard or any(text in str(error) for text in _ASKS_FOR_VALUES)
 
 
 @cache

@@ -22,6 +22,7 @@ from shardwise.errors import ConfigError, ShardwiseError, UserCodeError
 from shardwise.words import nearest
 
 PACKAGE_DIRECTORY = str(Path(__file__).parents[1])
+STANDARD_LIBRARY = str(Path(inspect.__file__).parent)
 OUT_OF_MEMORY = ("OutOfMemoryError", "DefaultCPUAllocator")  # a device's and the CPU's: not the code's mistake
 
 
@@ -91,7 +92,7 @@ def raised_at(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_foreign_directories())]
+    own = [frame for frame in frames if is_users_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -108,12 +109,13 @@ def in_parentheses(place: str) -> str:
     return f" ({place})" if place else ""
 
 
-def _foreign_directories() -> tuple[str, ...]:
-    """Return where frames lie that are not the user's: here, in torch, and in Python's own import machinery."""
+def is_users_file(file: str) -> bool:
+    """Return whether a frame's file is the user's: not of this package, of torch, or of Python's standard library."""
     torch = sys.modules.get("torch")
-    directories = [PACKAGE_DIRECTORY, "<frozen", str(Path(inspect.__file__).parent / "importlib")]
+    directories = [PACKAGE_DIRECTORY, "<frozen"]
     directories += [str(Path(torch.__file__).parent)] if torch is not None and torch.__file__ else []
-    return (*directories, contextmanager.__code__.co_filename)
+    is_standard = file.startswith(STANDARD_LIBRARY) and "-packages" not in file
+    return not is_standard and not file.startswith(tuple(directories))
 
 
 def _load_module(name: str, what: str) -> ModuleType:

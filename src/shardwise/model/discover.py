@@ -343,6 +343,9 @@ def _stages(
         block = definition_of(model.get_submodule(changing[0]))
         reason = f"{block} changes what it is given, in place, which blocks on other stages would not see"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+    if capability.ok and forward.changed_number:
+        reason = f"{forward.changed_number}, which other stages would not see"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):

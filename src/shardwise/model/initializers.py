@@ -21,7 +21,9 @@ from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import SkippedFills, storage_key, written_tensors
 from shardwise.errors import ModelError
 from shardwise.model.config_cache import once_a_config
+from shardwise.model.containers import module_attributes, walk
 from shardwise.model.copies import deep_copy
+from shardwise.model.gradient_hooks import definition_of
 
 MODEL_INITIALIZER = "_init_weights"
 # Operators whose result does not follow from what the tensor held.
@@ -163,9 +165,20 @@ def _copied(model: nn.Module) -> nn.Module:
         return deep_copy(model)
     except RuntimeError as error:  # torch copies no tensor that was computed from parameters
         raise ModelError(
-            f"{type(model).__name__} cannot be copied: {error}; compute tensors from parameters in forward and keep "
-            "none of them on a module"
+            f"{_derived_attribute(model)} of {definition_of(model)} keeps a tensor made from parameters; compute it in "
+            "forward, or register a buffer of a clone"
         ) from error
+
+
+def _derived_attribute(model: nn.Module) -> str:
+    """Return the first attribute that holds a tensor with a graph of autograd."""
+    attributes = (
+        f"{name}.{attribute}".lstrip(".")
+        for name, module in model.named_modules()
+        for attribute, value in module_attributes(module).items()
+        if any(isinstance(inner, Tensor) and inner.grad_fn is not None for inner in walk(value, into_functions=True))
+    )
+    return next(attributes, "an attribute")
 
 
 def _written_by_initializer(model: nn.Module, name: str) -> set[int]:

@@ -30,12 +30,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise._torch_compat.tracing import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
 from shardwise.model.attention_calls import AttentionCalls
+from shardwise.model.block_numbers import BlockNumbers
 from shardwise.model.capability import SUPPORTED, Capability
 from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
 from shardwise.model.containers import walk
 from shardwise.model.copies import deep_copy
 from shardwise.model.facts import NO_EFFECTS, AttentionFacts, ModelFacts
 from shardwise.model.fixed_values import FixedValues
+from shardwise.model.forward_failures import failure_reason
+from shardwise.model.gradient_hooks import definition_of
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.parameter_writes import ForwardEffects, ParameterWrites
 from shardwise.model.process_numbers import process_numbers_kept
@@ -69,6 +72,12 @@ OF_EQUAL_DTYPES = {
     F.layer_norm, F.group_norm, F.batch_norm, F.rms_norm, F.scaled_dot_product_attention, F.conv1d, F.conv2d, F.conv3d,
     torch.conv1d, torch.conv2d, torch.conv3d,
 }  # fmt: skip
+# Take the form of a tensor alone, not its values; casts take values of their first argument.
+FORMS = {
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+    Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor,
+}  # fmt: skip
+CASTS = {Tensor.to, Tensor.type_as}
 # Leave a tensor as it is; whether `contiguous` returned the tensor itself shows in the logits' identity.
 LOOKS = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "__len__", "contiguous"}
 
@@ -104,6 +113,7 @@ class ForwardProbe:
     replaced_parameters: tuple[str, ...] = ()  # by others that the forward makes
     effects: ForwardEffects = NO_EFFECTS
     container_changing_blocks: tuple[str, ...] = ()  # those that change a list, a dict or an object that they are given
+    changed_number: str = ""  # that a block changes and other code may read
     failure: str = ""
 
 
@@ -124,7 +134,9 @@ def probe_forward(
 
     def observe(draw: float, training: bool, device: str, dtype: torch.dtype) -> ForwardProbe:
         observed = copy_to_probe(model).train() if training else copy_to_probe(model)
-        return _RecordedForward(observed, block_lists, _positions(inputs), draw).run(inputs, device, dtype)
+        recorded = _RecordedForward(observed, block_lists, _positions(inputs), draw)
+        recorded.originals = dict(model.named_parameters())
+        return recorded.run(inputs, device, dtype)
 
     result, failure = try_devices(partial(observe, 1.0, False))
     if result is not None and (
@@ -134,7 +146,7 @@ def probe_forward(
         drops_blocks = fewest is not None and fewest.block_calls < result.block_calls
         result = replace(result, drops_blocks=drops_blocks)
     if result is None:
-        failure = f"the forward of {type(model).__name__} cannot run on fake tensors: {failure}"
+        failure = f"the forward of {definition_of(model)} cannot run on fake tensors: {failure}"
         result = replace(_probe_paths(model, block_lists, inputs), failure=failure)
     return result
 
@@ -183,7 +195,7 @@ def try_devices(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | Non
         try:
             return run(device, dtype), ""
         except Exception as error:  # any code may run in a model's forward
-            failure = failure or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            failure = failure or failure_reason(error)
     return None, failure
 
 
@@ -364,11 +376,13 @@ class _RecordedForward:
         self.head_name, self.head = _plain_head(model)
         self.order = ExecutionOrder(model, block_lists)
         self.functions = _FunctionCalls(positions, self.order)
+        self.originals: Mapping[str, Tensor] = {}  # which code reaches past the copy, by a weak reference or a global
         self.writes = ParameterWrites()
         model.register_forward_hook(self.writes.record_end)
         self.namespaces = user_namespaces(model.modules())
         self.known_globals = tensors_in(self.namespaces)
         self.global_tensor = ""
+        self.numbers = BlockNumbers(model, ())
         self.draws = FixedScalarDraws(draw)
         self.draws_process_numbers = False
         self.attention = AttentionCalls()
@@ -382,6 +396,7 @@ class _RecordedForward:
                 module.register_forward_hook(self.functions.leave_module)
         if not isinstance(model, PreTrainedModel):
             self.functions.watch_owners(model, [name for names in block_lists for name in names])
+            self.numbers = BlockNumbers(model, [name for names in block_lists for name in names])
         if self.head is not None:
             self.head.register_forward_hook(self.functions.record_head)
 
@@ -397,7 +412,7 @@ class _RecordedForward:
                 state[name] = nn.Parameter(make(parameter, device, dtype), parameter.requires_grad)
                 vars(state[name]).update(vars(parameter))
             given = {name: make(tensor, device, dtype) for name, tensor in inputs.items()}
-            self.functions.names = {id(tensor): name for name, tensor in state.items()}
+            self.functions.names = {id(tensor): name for name, tensor in (*self.originals.items(), *state.items())}
             self.writes.watch({name: state[name] for name, _ in self.model.named_parameters()})
             stack.enter_context(self.writes)
             stack.enter_context(self.writes.calls_recorded())
@@ -466,6 +481,7 @@ class _RecordedForward:
                 self.global_tensor,
             ),
             container_changing_blocks=tuple(block.name for block in blocks if block.changes_container),
+            changed_number=self.numbers.changed,
         )
 
 
@@ -509,7 +525,9 @@ class _FunctionCalls(TorchFunctionMode):
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         result = func(*args, **kwargs)
-        self.order.follow(tree_leaves([args, kwargs]), args[0] if func is Tensor.__setitem__ else result)
+        if func not in FORMS:
+            sources = args[:1] if func in CASTS else [args, kwargs]
+            self.order.follow(tree_leaves(sources), args[0] if func is Tensor.__setitem__ else result)
         # An attribute that is a tensor, such as `.data` or `.T`, is a read; a shape is not.
         if self.owners and (getattr(func, "__name__", "") not in LOOKS or isinstance(result, Tensor)):
             names = {self.names.get(id(leaf), "") for leaf in tree_leaves([args, kwargs])} & self.owners.keys()

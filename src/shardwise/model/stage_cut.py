@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from shardwise.model.capability import SUPPORTED, Capability, refused
 from shardwise.model.chain import HandedOn
-from shardwise.model.containers import walk
+from shardwise.model.containers import PLAIN, walk
 from shardwise.model.facts import PlaceholderShape, StageFacts
 
 BETWEEN_BLOCKS = -1  # instead of the number of a block
@@ -40,7 +40,9 @@ class ExecutionOrder:
         places: numbers of the blocks with which it runs; BETWEEN_BLOCKS where that is between blocks of one stack.
         placeholders: how the shape of its output follows from its arguments, where it does.
         shortcut: name of a module whose output reaches the model's past the last block; "" for none.
-        fed: name of a module of untrained weights of whose output blocks are given more than hidden states.
+        fed: name of a module from whose output blocks are given more than hidden states, and without a gradient: of
+            a user's model any, of transformers' one whose weights are not trained.
+        keeps_values: a block returns values that are no tensors, such as a flag.
     """
 
     def __init__(self, model: nn.Module, lists: Sequence[Sequence[str]]) -> None:
@@ -61,6 +63,8 @@ class ExecutionOrder:
         self.calls: list[str] = []
         self.shortcut = ""
         self.fed = ""
+        self.keeps_values = False
+        self._is_users = not isinstance(model, PreTrainedModel)
         self._untrained: set[str] = set()
         self._makers: dict[Any, str] = {}  # node of autograd's graph -> the module ahead of the last block's end
         self._last_made: list[Any] = []  # nodes of what the last block returned
@@ -81,7 +85,8 @@ class ExecutionOrder:
         self.calls.append(name)
         for value in walk(*args[1:], *kwargs.values()):
             maker = self._made[id(value)][1] if id(value) in self._made else ""
-            self.fed = self.fed or (maker if maker in self._untrained else "")
+            if maker in self._untrained or (self._is_users and not getattr(value, "requires_grad", True)):
+                self.fed = self.fed or maker
 
     def _end_block(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.ended += 1
@@ -89,6 +94,7 @@ class ExecutionOrder:
         self._makers |= dict.fromkeys(self._last_made, name)
         self._mark(output, name if self.ended < self.block_count else "")
         self.outputs = len(output) if isinstance(output, tuple | list) else 0
+        self.keeps_values |= any(isinstance(value, PLAIN) for value in walk(output))
         first = output[0] if self.outputs else output
         self.hidden.add(tuple(first.shape) if isinstance(first, Tensor) else ())
 
@@ -255,7 +261,7 @@ def _obstacles(
     if execution.shortcut:
         yield f"what {execution.shortcut} returns is used behind the last block too"
     if execution.fed:
-        yield f"blocks are given what {execution.fed} returns, whose weights are not trained"
+        yield f"blocks are given what comes from {execution.fed} without a gradient"
     if execution.encoder and execution.calls != blocks:
         yield "its encoder does not run once, before its decoder"
     for name, phases in execution.phases.items():
@@ -277,6 +283,8 @@ def _obstacles(
 
 def _module_obstacles(model: nn.Module, blocks: Sequence[str], execution: ExecutionOrder) -> Iterator[str]:
     """Yield obstacles of a user's own module, whose hidden states may be anything."""
+    if execution.keeps_values:
+        yield "its blocks return values that are no tensors, which do not travel between stages"
     if len(execution.hidden) != 1 or () in execution.hidden:
         yield "its blocks return hidden states of several shapes, or none"
     for name in blocks:

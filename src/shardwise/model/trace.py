@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,14 +28,17 @@ from transformers.utils import ModelOutput
 
 from shardwise._torch_compat.modules import copy_module
 from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
+from shardwise.job.objects import in_parentheses, is_users_file
 from shardwise.model.copies import deep_copy
+from shardwise.model.forward_failures import UntraceableError
 from shardwise.model.own_gradients import own_gradients_found
 from shardwise.model.process_numbers import process_numbers_kept
-from shardwise.model.user_state import numbers_kept, user_state_kept
+from shardwise.model.user_state import changed_number, numbers_kept, user_state_kept
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
 DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
 _WITH_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 PIECE = "submod_pp_"  # torch's names of the pieces: with their numbers
 _ROOT = {"": ("", "torch.nn.Module")}
 
@@ -129,13 +133,14 @@ def trace(
         dropout: what the pieces call to drop; unset: torch's own.
 
     Raises:
-        Exception: whatever torch raises where it cannot trace; `first_line` says it in a sentence.
+        Exception: whatever torch raises where it cannot trace; `failure_reason` says it in a clause.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     traced, spec = _fake_copy(model, mode, device, dtypes), SimpleNamespace()
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
-    counted = partial(_changed_number, traced, numbers_kept(traced))
+    earlier = numbers_kept(traced)
+    counted = lambda: changed_number(earlier, numbers_kept(traced))  # noqa: E731  # torch puts numbers back
     traced.forward = MethodType(_flat_forward(partial(traced.forward, **plain), tuple(tensors), spec, counted), traced)
     reached = dict[str, None]()
     for name in starts:
@@ -150,13 +155,15 @@ def trace(
     ):
         pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, classes, blocks, dropout))
         if were_drawn():
-            raise RuntimeError("its forward draws numbers from Python's or NumPy's generator, which a trace would keep")
+            raise UntraceableError(
+                "its forward draws numbers from Python's or NumPy's generator, which a trace would keep"
+            )
         if own_gradient():
-            raise RuntimeError(f"its forward has {own_gradient()}, of which a trace keeps nothing")
+            raise UntraceableError(f"its forward has {own_gradient()}, of which a trace keeps nothing")
         if spec.counted:
-            raise RuntimeError(f"its forward changes the number {spec.counted}, of which a trace keeps one value")
+            raise UntraceableError(f"its forward changes the number {spec.counted}, of which a trace keeps one value")
     if pipe.num_stages != len(reached) + 1 or list(reached) != list(starts[: len(reached)]):
-        raise RuntimeError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
+        raise UntraceableError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
     forward = _read(
         pipe.split_gm, ForwardTrace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks
     )
@@ -174,13 +181,6 @@ def _empty_piece() -> TracedPiece:
     graph = fx.Graph()
     graph.output([])
     return TracedPiece((), (), fx.GraphModule(nn.Module(), graph))
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what torch says."""
-    cause: BaseException = error.__cause__ or error
-    lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
 
 
 @contextmanager
@@ -223,11 +223,6 @@ def _fake_copy(
 
 def _dtype(tensor: Tensor, floating: torch.dtype | None) -> torch.dtype:
     return floating if floating and tensor.is_floating_point() else tensor.dtype
-
-
-def _changed_number(model: nn.Module, earlier: Mapping[str, float]) -> str:
-    """Say where the user's code has changed a number since; torch puts it back when it has traced."""
-    return next((where for where, number in numbers_kept(model).items() if number != earlier.get(where)), "")
 
 
 def _flat_forward(
@@ -273,6 +268,10 @@ def _flatten(
     """Let pieces be plain lists of operators, and name each dropout by its module and its use."""
     uses: Counter[str] = Counter()
     for node in graph.graph.nodes:
+        if isinstance(getattr(graph, str(node.target), None), fx.GraphModule):  # which `pipeline()` loses
+            raise UntraceableError(
+                f"its forward switches gradients or autocast for a part of it{in_parentheses(_line_of(graph, node))}"
+            )
         stack = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
         if dropout is not None and node.target is torch.ops.aten.dropout.default:
             values, probability, training = node.args
@@ -284,6 +283,14 @@ def _flatten(
             node.args = (values, probability if training else 0.0, name, uses[name])
         node.meta["nn_module_stack"] = _ROOT
     return graph
+
+
+def _line_of(graph: fx.GraphModule, node: fx.Node) -> str:
+    """Return `file:line` of the first operator in the graph that a node names; empty where torch has not noted it."""
+    inner: Any = graph.get_submodule(str(node.target))
+    traces = (operator.meta.get("stack_trace") or "" for operator in inner.graph.nodes)
+    frames = FRAME.findall(next(filter(None, traces), ""))
+    return next((f"{file}:{line}" for file, line in reversed(frames) if is_users_file(file)), "")
 
 
 # --- torch's split graph ---------------------------------------------------------------------------------------------
@@ -330,9 +337,9 @@ def _piece(
         if name not in weights and name not in buffers:
             constant = operator.attrgetter(name)(module)
             if not isinstance(constant, Tensor):
-                raise RuntimeError(f"torch traced a graph inside of the graph, {name}")
+                raise UntraceableError(f"torch traced a graph inside of the graph, {name}")
             if is_fake(constant):
-                raise RuntimeError("its forward makes a tensor while it is traced of which torch keeps no value")
+                raise UntraceableError("its forward makes a tensor while it is traced of which torch keeps no value")
             name = f"{len(forward.pieces)}/{name}"
             forward.constants[name] = constant
         names.insert(0, name)
@@ -379,7 +386,7 @@ def _changes(graph: fx.Graph, state: Sequence[str], buffers: set[str]) -> frozen
     """Return the buffers into which a piece writes, whose first arguments are `state`.
 
     Raises:
-        RuntimeError: it writes into a parameter, a constant, or a tensor that came over a cut.
+        UntraceableError: it writes into a parameter, a constant, or a tensor that came over a cut.
     """
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     names = dict(zip(arguments, state, strict=False))
@@ -387,7 +394,7 @@ def _changes(graph: fx.Graph, state: Sequence[str], buffers: set[str]) -> frozen
     for node in graph.nodes:
         for value in _written(node):
             if value in arguments and names.get(value) not in buffers:
-                raise RuntimeError(f"its forward changes a parameter or an input in place, by {node.target}")
+                raise UntraceableError(f"its forward changes a parameter or an input in place, by {node.target}")
             changed.add(names.get(_viewed(value), ""))
     return frozenset(changed & buffers)
 
@@ -406,7 +413,7 @@ def _check_changes(forward: ForwardTrace) -> None:
     for name, number in forward.changed.items():
         readers = [reader for reader, piece in enumerate(forward.pieces) if name in piece.state and reader != number]
         if readers:
-            raise RuntimeError(f"its forward changes the buffer {name} in one stage and reads it in another")
+            raise UntraceableError(f"its forward changes the buffer {name} in one stage and reads it in another")
 
 
 def _pruned(piece: TracedPiece, outputs: Iterable[int]) -> TracedPiece:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from shardwise.job.axes import Axis
 from shardwise.model.capability import SUPPORTED, refused
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.model.forward_failures import UntraceableError, failure_reason
 from shardwise.model.probe import token_inputs, units_in_order
-from shardwise.model.trace import ForwardTrace, first_line, trace
+from shardwise.model.trace import ForwardTrace, trace
 
 TRACED = refused("stages of this model are cut from its traced forward, in which there are no modules any more")
 DTYPE = torch.float32  # of the trial; a cut of another compute dtype is tried again before it runs
@@ -47,7 +48,7 @@ def cut_by_trace(
         traced = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
         stages = _stages(facts, traced)
     except Exception as error:  # torch raises anything where it cannot trace
-        refusal = refused(f"{untraced.reason}, and torch cannot cut it either: {first_line(error)}")
+        refusal = refused(f"{untraced.reason}, and its trace cannot be cut either: {failure_reason(error)}")
         return facts.with_capabilities({Axis.PIPELINE: refusal})
     sizes = {block.name: block for block in facts.blocks}
     rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
@@ -85,12 +86,12 @@ def boundary_elements(traced: ForwardTrace, piece: int) -> int:
     """Return the elements that cross the boundary before `piece`.
 
     Raises:
-        RuntimeError: they are not all of one floating dtype.
+        UntraceableError: they are not all of one floating dtype.
     """
     crossing = [traced.shapes[value] for value in traced.crossing(piece)]
     unsendable = [dtype for _, dtype in crossing if dtype != traced.dtype]
     if unsendable:
-        raise RuntimeError(f"{unsendable[0]} would have to travel between stages, which send {traced.dtype}")
+        raise UntraceableError(f"{unsendable[0]} would have to travel between stages, which send {traced.dtype}")
     return sum(shape.numel() for shape, _ in crossing)
 
 
@@ -98,7 +99,7 @@ def _stages(facts: ModelFacts, traced: ForwardTrace) -> StageFacts:
     """Return which stage holds each parameter, which is used with one block or at both ends.
 
     Raises:
-        RuntimeError: one is used elsewhere.
+        UntraceableError: one is used elsewhere.
     """
     first_name = {name: group[0] for group in facts.ties for name in group}
     used: dict[str, set[int]] = defaultdict(set)
@@ -113,7 +114,7 @@ def _stages(facts: ModelFacts, traced: ForwardTrace) -> StageFacts:
         numbers = used[name] or of_block or {0}
         if (of_block and numbers != of_block) or not (len(numbers) == 1 or numbers <= {0, last}):
             where = [order[number] for number in sorted(numbers)]
-            raise RuntimeError(f"{name} is used with {where[0]} and with {where[-1]}")
+            raise UntraceableError(f"{name} is used with {where[0]} and with {where[-1]}")
         if not block:
             uses[name] = tuple(sorted(numbers))
     return StageFacts(uses=uses, traced=True, **_shares(facts, uses, last))

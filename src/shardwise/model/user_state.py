@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -78,7 +78,11 @@ def tensors_in(namespaces: Iterable[Any]) -> dict[int, str]:
 
 def mentions(model: nn.Module, attribute: str) -> bool:
     """Tell whether a user's code reads or writes an attribute of this name, outside of what fills parameters."""
-    namespaces = user_namespaces(model.modules())
+    return is_mentioned(user_namespaces(model.modules()), attribute)
+
+
+def is_mentioned(namespaces: Iterable[Any], attribute: str) -> bool:
+    """Tell whether functions of Python modules and classes mention an attribute, but those that fill parameters."""
     functions = (value for holder in namespaces for value in vars(holder).values() if isinstance(value, FunctionType))
     codes = deque(function.__code__ for function in functions if not INITIALIZER.match(function.__name__))
     while codes:
@@ -89,20 +93,25 @@ def mentions(model: nn.Module, attribute: str) -> bool:
     return False
 
 
-def numbers_kept(model: nn.Module) -> dict[str, float]:
-    """Return the numbers that a user's modules, classes and files keep, by where they are."""
+def numbers_kept(model: nn.Module) -> dict[str, tuple[float, ...]]:
+    """Return the numbers that a user's modules, classes and files keep, in containers too, by where they are."""
     modules = [
         (f"{name}.".lstrip("."), type(model).__name__, module)
         for name, module in model.named_modules()
         if _is_users(type(module))
     ]
     holders = [("", holder.__name__, holder) for holder in user_namespaces(model.modules())]
-    return {
-        f"{prefix}{name} of {owner}": value
+    kept = {
+        f"{prefix}{name} of {owner}": tuple(inner for inner in _walk_small([value]) if isinstance(inner, int | float))
         for prefix, owner, holder in (*modules, *holders)
         for name, value in _names_of(holder).items()
-        if isinstance(value, int | float)
     }
+    return {where: numbers for where, numbers in kept.items() if numbers}
+
+
+def changed_number(earlier: Mapping[str, tuple[float, ...]], now: Mapping[str, tuple[float, ...]]) -> str:
+    """Return where a number lies that is another now, or was not kept earlier; empty where there is none."""
+    return next((where for where, numbers in now.items() if numbers != earlier.get(where)), "")
 
 
 def _is_users(definition: type) -> bool:

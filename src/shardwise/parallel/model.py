@@ -35,7 +35,7 @@ from shardwise.parallel.own_collectives import own_collectives_refused
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
 from shardwise.parallel.routers import ExpertRouters, updated_bias
 from shardwise.parallel.running_statistics import RunningStatistics
-from shardwise.parallel.sharded_access import sharded_access_named
+from shardwise.parallel.sharded_access import class_writes_refused, sharded_access_named, sharded_classes
 from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 from shardwise.parallel.unit_use import UnitUse, compare_use
@@ -225,6 +225,11 @@ class ParallelModel:
         namespaces = user_namespaces(module for part in self.parts for module in part.module.modules())
         return [namespace for namespace in namespaces if isinstance(namespace, ModuleType)]
 
+    @cached_property
+    def _sharded_classes(self) -> set[type]:
+        """The classes that FSDP2 made of those of the user's module."""
+        return sharded_classes(module for part in self.parts for module in part.module.modules())
+
     @contextmanager
     def _users_forward(self) -> Iterator[None]:
         """Name an error of a user's module with its file and line, and refuse its own collectives."""
@@ -234,6 +239,7 @@ class ParallelModel:
         with (
             user_code(f"the forward of {self.facts.definition}"),
             sharded_access_named(self.facts.definition),
+            class_writes_refused(self.facts.definition, self._sharded_classes),
             own_collectives_refused(files=self._users_files),
         ):
             yield

@@ -5,8 +5,11 @@ The first forward shows what it reads. A later one may read more, by a counter o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import UserCodeError
 from shardwise.job.objects import raised_at
@@ -37,3 +40,29 @@ def sharded_access_named(definition: str) -> Iterator[None]:
             f"the forward of {definition} {action} ({raised_at(error)}), and ranks hold parts of it then. Read a "
             "parameter in the forward of the module that owns it, use torch.no_grad, or train with one worker"
         ) from error
+
+
+def sharded_classes(modules: Iterable[nn.Module]) -> set[type]:
+    """Return the classes that FSDP2 made of those of `modules`."""
+    return {type(module) for module in modules if isinstance(module, FSDPModule)}
+
+
+@contextmanager
+def class_writes_refused(definition: str, classes: Iterable[type]) -> Iterator[None]:
+    """Raise UserCodeError where a forward inside sets an attribute of `type(self)` on one of FSDP2's classes.
+
+    The user's own class, from which others read it, would not have it.
+
+    Args:
+        definition: the user's module, with its file and line.
+        classes: of `sharded_classes`.
+    """
+    yield
+    for sharded in classes:
+        for name in [name for name in vars(sharded) if not name.startswith("_")]:  # torch's are private
+            delattr(sharded, name)  # the class serves later jobs of this process too
+            own = next(base for base in sharded.__mro__ if not issubclass(base, FSDPModule))
+            raise UserCodeError(
+                f"the forward of {definition} sets {name} on type(self), which is another class where modules are "
+                f"sharded. Set {own.__name__}.{name}, or train with one worker"
+            )

@@ -19,7 +19,8 @@ from shardwise.kernels.dropout import active_scope, dropout
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.copies import deep_copy
 from shardwise.model.facts import ModelFacts
-from shardwise.model.trace import ForwardTrace, Value, first_line, trace
+from shardwise.model.forward_failures import failure_reason
+from shardwise.model.trace import ForwardTrace, Value, trace
 from shardwise.model.traced_cut import boundary_elements
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import StageBoundary, split_flat
@@ -73,7 +74,7 @@ class StageTracer:
             except Exception as error:  # torch raises anything where it cannot trace
                 raise ModelError(
                     f"the forward of {self.facts.family} cannot be cut into stages in {self.plan.dtypes.compute}: "
-                    f"{first_line(error)}; use pipeline_parallel_degree 1"
+                    f"{failure_reason(error)}; use pipeline_parallel_degree 1"
                 ) from error
             self._known[key] = traced
         return self._known[key]

@@ -47,6 +47,12 @@ def _rounds(d: Draft) -> int:
     return max(1, d.accumulation.value // d.parallel.pipeline_parallel_degree)
 
 
+def _why_not_cut(d: Draft) -> str:
+    """Return the reason with a user's class and its line, of which it may speak already."""
+    reason, definition = d.facts.supports(Axis.PIPELINE).reason, d.facts.definition
+    return reason if d.facts.has_config or not definition or definition in reason else f"{definition}: {reason}"
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     *(idle(f"{key.rpartition('.')[2].replace('_', '-')}-without-stages", key, "there is one pipeline stage", one_stage)
@@ -55,7 +61,7 @@ RULES: tuple[Rule, ...] = (
     Rule("pipeline-model", (DEGREE,), "the model has to be a chain of blocks, or one that torch can trace and cut",
          lambda d: not one_stage(d) and not d.facts.supports(Axis.PIPELINE).ok,
          fix="use 1",
-         because=lambda d: d.facts.supports(Axis.PIPELINE).reason),
+         because=lambda d: _why_not_cut(d)),
     Rule("pipeline-loss", (DEGREE, "model.loss"), "the loss of a module of model.factory is taken on the last stage",
          lambda d: not one_stage(d) and d.facts.computes_own_loss and d.model.loss is None,
          fix="give model.loss, a function of output and batch, or use pipeline_parallel_degree 1"),
