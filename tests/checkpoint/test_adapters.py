@@ -220,6 +220,49 @@ def test_training_goes_on_from_an_adapter_of_peft(world_pool: WorldPool, base: P
     assert names_in(tmp_path / "run" / "adapter") == names_in(tmp_path / "peft")
 
 
+TIED = {"target_modules": ["c_attn"], "modules_to_save": ["wte", "lm_head"], "fan_in_fan_out": True}
+
+
+def make_tied_adapter(base: Path, target: Path, apart: float = 0.0) -> Tensor:
+    """An adapter of peft's that saves a tied embedding and head, whose values differ by `apart`; returns its logits."""
+    model = AutoModelForCausalLM.from_pretrained(base / "gpt2", dtype=torch.float64)
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=5, **TIED))
+    torch.manual_seed(3)
+    saved = [module for name, module in adapted.named_modules() if name.endswith("modules_to_save.default")]
+    assert len(saved) == 2
+    changed = saved[0].weight + 0.1 * torch.randn_like(saved[0].weight)
+    with torch.no_grad():
+        for number, module in enumerate(saved):
+            module.weight.copy_(changed + number * apart)
+    adapted.save_pretrained(target)
+    return logits(adapted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}], ids=str)
+def test_training_goes_on_from_saved_modules_that_are_tied(
+    world_pool: WorldPool, base: Path, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    expected = make_tied_adapter(base, tmp_path / "peft")
+    still = {"learning_rate": 1e-30, "schedule": "constant", "warmup_steps": 0}
+    adapter = {"path": str(tmp_path / "peft")}
+    parallel = {"device": "cpu", **layout}
+    job = a_job(base, tmp_path / "run", "gpt2", 2, adapter=adapter, optimizer=still, parallel=parallel)
+    world_pool.run(2, train, job)
+    assert names_in(tmp_path / "run" / "adapter") == names_in(tmp_path / "peft")
+    pretrained = AutoModelForCausalLM.from_pretrained(base / "gpt2", dtype=torch.float64)
+    assert torch.equal(logits(PeftModel.from_pretrained(pretrained, str(tmp_path / "run" / "adapter"))), expected)
+    export_checkpoint(str(tmp_path / "run"), tmp_path / "merged", merge=True)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    assert torch.allclose(logits(opened), expected, rtol=0, atol=1e-5)
+
+
+def test_tied_modules_that_were_saved_with_two_values_are_refused(base: Path, tmp_path: Path) -> None:
+    make_tied_adapter(base, tmp_path / "peft", apart=0.5)
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors.*(wte|lm_head)"):
+        study(a_job(base, tmp_path, "gpt2", adapter={"path": str(tmp_path / "peft")}))
+
+
 def names_in(adapter: Path) -> list[str]:
     with safe_open(str(adapter / "adapter_model.safetensors"), framework="pt") as opened:
         return sorted(opened.keys())

@@ -125,7 +125,7 @@ def test_another_layout_as_reference(corpora: Path) -> None:
 def verify_changed(job: Job, against: Job, corpus: Path) -> VerifyReport | None:
     """Compare two runs between which the lines of the corpus are turned around."""
     module = sys.modules["shardwise.commands.verify"]
-    in_workers = module._in_workers
+    in_workers = module.in_workers
 
     def with_a_change_in_between(job: Job, function: Callable[..., Any], *args: Any) -> Any:
         found = in_workers(job, function, *args)
@@ -133,7 +133,7 @@ def verify_changed(job: Job, against: Job, corpus: Path) -> VerifyReport | None:
         corpus.write_text("\n".join(reversed(lines)))
         return found
 
-    with mock.patch.object(module, "_in_workers", with_a_change_in_between):
+    with mock.patch.object(module, "in_workers", with_a_change_in_between):
         return shardwise.verify(job, against=against, steps=2)
 
 

@@ -76,10 +76,10 @@ def plainly(weights: dict[str, torch.Tensor], prompt: list[int], tokens: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_exact_match(world_pool: WorldPool, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "compute"), [*((layout, "fp64") for layout in LAYOUTS), ("pipeline 2", "fp32")])
+def test_exact_match(world_pool: WorldPool, tmp_path: Path, layout: str, compute: str) -> None:
     ranks, parallel = LAYOUTS[layout]
-    job = answer_job(tmp_path, parallel={"device": "cpu", **parallel})
+    job = answer_job(tmp_path, parallel={"device": "cpu", **parallel}, precision={"compute": compute})
     record, written, asked, weights = world_pool.run(ranks, evaluated, job)[0]
     assert written == [plainly(weights, prompt, 6) for prompt in PROMPTS]
     right = [plainly(weights, prompt, len(answer)) == answer for prompt, answer in asked]

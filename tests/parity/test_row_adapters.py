@@ -42,6 +42,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "dora": {"kind": "dora"},
     "dora dropout": {"kind": "dora", "dropout": 0.3},
 }
+FOUR_EXPERTS = {"num_local_experts": 4, "experts_implementation": "eager"}
 OPTIMIZER = {"learning_rate": 0.02, "warmup_steps": 0, "options": {"eps": 1e-4}}  # as test_adapters.py says
 
 
@@ -93,10 +94,19 @@ def test_rows_with_adapters_of_other_families(world_pool: WorldPool, rows: Path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("layout", ["shard 4", "tensor 2", "pipeline 2", "context 2", "expert 2"])
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
 def test_rows_with_adapters_of_experts(world_pool: WorldPool, rows: Path, layout: str) -> None:
-    config = {"num_local_experts": 4, "experts_implementation": "eager"}
     size, parallel = ROW_LAYOUTS[layout]
     adapter = {"kind": "lora", "target_modules": ["q_proj", "o_proj"], "target_parameters": STACKS}
-    plain = [row_job(rows, "mixtral", "shard 2", config=config, **keys) for keys in DATA.values()]
+    plain = [row_job(rows, "mixtral", "shard 2", config=FOUR_EXPERTS, **keys) for keys in DATA.values()]
     check(world_pool, size, [adapted(job, parallel, **adapter) for job in plain])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
+def test_rows_with_adapters_beside_frozen_experts(world_pool: WorldPool, rows: Path, layout: str) -> None:
+    size, parallel = ROW_LAYOUTS[layout]
+    plain = row_job(rows, "mixtral", "shard 2", reduction="sample", config=FOUR_EXPERTS)
+    adapter = {"dropout": 0.3, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    check_against_peft(world_pool, size, [adapted(plain, parallel, kind=kind, **adapter) for kind in ("lora", "dora")])

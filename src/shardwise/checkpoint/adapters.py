@@ -157,18 +157,18 @@ def open_adapter(facts: ModelFacts, path: str) -> SafetensorsFile:
     if missing:
         raise ModelError(
             f"{file} lacks {listed(sorted(missing))}, which its layers have in this model; it is an adapter of another "
-            "base or of other layers"
+            "base or of other layers; set adapter.path to one of this model"
         )
     if unknown:
         raise ModelError(
             f"{file} holds {listed(sorted(unknown))}, which this model has no place for; it is an adapter of another "
-            "base or of other layers"
+            "base or of other layers; set adapter.path to one of this model"
         )
     for name, shape in expected.items():
         if opened.shape(name) != shape:
             raise ModelError(
                 f"{file}: {name} has shape {list(opened.shape(name))}, the model's layer needs {list(shape)}; it is an "
-                "adapter of another base or rank"
+                "adapter of another base or rank; set adapter.path to one of this model, and leave adapter.rank out"
             )
     _check_ties(opened, facts, file)
     return opened

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.adapters import hash_of_base
-from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left
+from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left, read_manifest
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
@@ -30,6 +30,7 @@ from shardwise.checkpoint.state import (
 )
 from shardwise.checkpoint.storage_read import ChunkLoadPlanner, SafetensorsReader
 from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
@@ -105,13 +106,7 @@ def _read(
         say(f"note: {note}")
     state, states = optimizer_chunks(optimizer, manifest.tensors, optimizer_keys(manifest))
     generators = random_chunks(model.device, dist.get_rank()) if _same_world(model, manifest) else []
-    chunks = [*model_chunks(model), *state, *generators]
-    try:
-        with torch.no_grad():
-            reader = SafetensorsReader(store, name, manifest)
-            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(chunks))
-    except CheckpointException as error:
-        raise named(error, store.root) from error
+    _fill([*model_chunks(model), *state, *generators], store, name, manifest)
     load_optimizer(optimizer, states, manifest.optimizer_scalars)
     set_random(model.device, generators)
     if scaler.settings.static is None:
@@ -119,6 +114,27 @@ def _read(
             if field.name != "settings":
                 setattr(scaler, field.name, getattr(manifest.scaler, field.name))
     return Restored(path, manifest.progress)
+
+
+def _fill(chunks: Sequence[TensorChunk], store: Store, name: str, manifest: Manifest) -> None:
+    """Read a checkpoint's values into chunks. Collective."""
+    try:
+        with torch.no_grad():
+            reader = SafetensorsReader(store, name, manifest)
+            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(chunks))
+    except CheckpointException as error:
+        raise named(error, store.root) from error
+
+
+def read_model(model: ParallelModel, store: Store, name: str) -> None:
+    """Read the parameters and buffers of a checkpoint, and nothing else of it, into their places. Collective.
+
+    Raises:
+        CheckpointError: it is of another model, or damaged.
+    """
+    manifest = read_manifest(store, name)
+    check_model(model, manifest, f"{store.root}/{name}")
+    _fill(model_chunks(model), store, name, manifest)
 
 
 def optimizer_keys(manifest: Manifest) -> list[str]:
@@ -132,12 +148,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     Raises:
         CheckpointError: with what differs.
     """
-    _check_added_tokens(model, manifest, path)
-    wrong = sorted(_misfits(model, manifest))
-    if wrong:
-        what = listed(wrong, separator="; ")
-        raise CheckpointError(f"{path} is a checkpoint of another model: {what}; use the job that wrote it")
-    _check_base(model, manifest, path)
+    check_model(model, manifest, path)
     name = model.plan.job.optimizer.name
     if manifest.optimizer != name:
         raise CheckpointError(
@@ -147,6 +158,20 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     job = model.plan.job.model_dump(mode="json")
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
+
+
+def check_model(model: ParallelModel, manifest: Manifest, path: str) -> None:
+    """Refuse a checkpoint of another model, or of adapters of another base. Collective.
+
+    Raises:
+        CheckpointError: with what differs.
+    """
+    _check_added_tokens(model, manifest, path)
+    wrong = sorted(_misfits(model, manifest))
+    if wrong:
+        what = listed(wrong, separator="; ")
+        raise CheckpointError(f"{path} is a checkpoint of another model: {what}; use the job that wrote it")
+    _check_base(model, manifest, path)
 
 
 def _check_added_tokens(model: ParallelModel, manifest: Manifest, path: str) -> None:

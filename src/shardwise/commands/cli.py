@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from shardwise import __version__
 from shardwise.commands import data as data_cli
 from shardwise.commands import engine as engine_cli
+from shardwise.commands import evaluate as evaluate_cli
 from shardwise.commands import inspect as inspect_cli
 from shardwise.commands import launch as launch_cli
 from shardwise.commands import plan as search_cli
@@ -317,6 +318,13 @@ COMMANDS = {
         "where rows or documents begin, padding. Tokenizes the corpus, unless the cache has it; trains nothing.",
         data_cli.show_options,
         data_cli.run_data_show,
+    ),
+    "evaluate": Command(
+        "give a checkpoint's model the tasks of lm-eval",
+        "Give the model of a checkpoint tasks of lm-eval: YAML files, with their data in files. The model stands on\n"
+        "the layout of its run, or as keys of parallel and memory say. Needs the extra lm-eval; fetches nothing.",
+        evaluate_cli.task_options,
+        evaluate_cli.run_tasks,
     ),
     "export": Command(
         "write a checkpoint's model for Hugging Face",

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.commands.train import plan_job
+from shardwise.commands.workers import in_workers
 from shardwise.data.corpus import with_format
 from shardwise.data.token_data import TokenData
 from shardwise.data.tokenizer import VOCABULARY_FILES
@@ -32,10 +33,8 @@ from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis
 from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
-from shardwise.launch.environment import detect
 from shardwise.launch.interrupt import Interrupt
-from shardwise.launch.job_group import job_group, usable_backend
-from shardwise.launch.local import refuse_unguarded_script, run_local
+from shardwise.launch.local import refuse_unguarded_script
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import resolve
@@ -110,11 +109,11 @@ def verify(job: Job, blocks: int | None = None, against: Job | None = None, step
         _require_count("blocks", blocks)
         job = cut_depth(job, blocks)
     if against is None:
-        return _in_workers(job, verify_rank, steps)
+        return in_workers(job, verify_rank, steps)
     job, other, notes = _layouts(job, require_job(against, "verify's `against`"))
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as directory:
-        _in_workers(other, _record, directory, steps)
-        return _in_workers(job, _against_recording, directory, steps, notes)
+        in_workers(other, _record, directory, steps)
+        return in_workers(job, _against_recording, directory, steps, notes)
 
 
 def _require_count(name: str, value: object) -> None:
@@ -382,22 +381,3 @@ def _layouts(job: Job, against: Job) -> tuple[Job, Job, list[str]]:
     free = training.model_copy(update={"microbatch_size": None, "gradient_accumulation": None})
     other = own.model_copy(update={"parallel": against.parallel, "memory": against.memory, "training": free})
     return own, other, notes
-
-
-def _in_workers(job: Job, function: Callable[..., Any], *args: Any) -> Any:
-    """`function(job, device, *args)` on every rank: a launcher's, or the job's own local workers; rank 0's result."""
-    plan = plan_job(job)
-    device_type = plan.world.device_type
-    call = (job, device_type, usable_backend(plan, _note), function, args)
-    if detect() is not None:
-        return _worker(*call)
-    return run_local(_worker, call, plan.world.size, device_type=device_type)[0]
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _worker(job: Job, device_type: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with job_group(job, device_type, backend) as device:
-        return function(job, device, *args)

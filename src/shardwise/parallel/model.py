@@ -507,21 +507,30 @@ class ParallelModel:
 
     def last_logits(self, ids: Tensor) -> Tensor:
         """Return [B, V] fp32 logits of the last of [B, S] ids, on every rank. Collective; under `whole_logits`."""
+        return self.read_logits(ids, lambda logits: logits[:, -1].float(), self.facts.vocabulary_size)
+
+    def read_logits(self, ids: Tensor, read: Callable[[Tensor], Tensor], width: int) -> Tensor:
+        """Return what `read` makes of the logits of some ids, on every rank. Collective; under `whole_logits`.
+
+        Args:
+            ids: [B, S] of this rank's share of the data; shares have the same shape.
+            read: makes [B, width] in fp32 of logits [B, S, V].
+        """
 
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             part = self.parts[number]
             output = part.forward({"input_ids": ids, "use_cache": False}, boundary_input)
-            last: Tensor = output.logits[:, -1].float() if part.is_last else part.boundary_output()
-            return last
+            return read(output.logits) if part.is_last else part.boundary_output()
 
         if self.pipeline is None:
             return work(0, 0, None)
         self.prepare({"input_ids": ids})
         shape = None if self.facts.stages.has_flat_boundaries else (*ids.shape, self.facts.hidden_size)
         results = self.pipeline.evaluate(work, 1, shape)
-        logits = results[0] if results else torch.empty(len(ids), self.facts.vocabulary_size, device=self.device)
-        dist.broadcast(logits, self.pipeline.last_rank, group=self.layout.group(Axis.PIPELINE))
-        return logits
+        # A view of the logits would be sent as the bytes that lie behind its first element.
+        values = results[0].contiguous() if results else torch.empty(len(ids), width, device=self.device)
+        dist.broadcast(values, self.pipeline.last_rank, group=self.layout.group(Axis.PIPELINE))
+        return values
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode of all parts."""

@@ -1,0 +1,193 @@
+"""`shardwise evaluate`: lm-eval's tasks on a sharded model have the numbers of lm-eval's own Hugging Face model."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.catalog import find, read_manifest
+from shardwise.checkpoint.export import export_checkpoint
+from shardwise.commands.cli import main
+from shardwise.commands.evaluate import Questions, evaluate_rank, job_of_checkpoint
+from shardwise.data.corpus import with_format
+from shardwise.job.schema import Job
+from shardwise.testing.world import WorldPool
+from tests.checkpoint.made import save_steps
+from tests.data.chats import PLAIN, byte_tokenizer, write_rows
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 257, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "intermediate_size": 13, "max_position_embeddings": 48,
+}  # fmt: skip
+SUMS = [{"question": f"{a}+{b}?", "answers": [str(a + b), "12"], "right": 0} for a in range(4) for b in range(3)]
+TASKS: dict[str, str] = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{answers}}"
+doc_to_target: right
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "written": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answers[0]}}"
+generation_kwargs: {until: ["."], max_gen_toks: 20}
+metric_list: [{metric: exact_match}]
+""",
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question * 20}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
+""",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "adapters": {"adapter": {"kind": "lora", "rank": 2}},
+    "preference": {},
+}
+
+
+def job_of(directory: Path, kind: str = "whole") -> Job:
+    """A model of bytes, and rows of what it is trained on."""
+    byte_tokenizer(directory / "tokenizer", PLAIN)
+    pairs = [{"prompt": row["question"], "completion": str(row["answers"][0])} for row in SUMS]
+    preferences = [{"prompt": row["question"], "chosen": "3.", "rejected": row["answers"][1]} for row in SUMS]
+    rows = write_rows(directory / "rows.jsonl", preferences if kind == "preference" else pairs)
+    job = {
+        "model": {"config": CONFIG},
+        "parallel": {"device": "cpu", "workers": 2},
+        "precision": {"compute": "fp32"},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
+        "training": {"steps": 3, "sequences_per_step": 4},
+        "data": {
+            "path": str(rows), "tokenizer": str(directory / "tokenizer"), "sequence_length": 48,
+            "cache_directory": str(directory / "cache"), "validation_fraction": 0.3,
+        },
+        "output": str(directory / "run"),
+        **KINDS[kind],
+    }  # fmt: skip
+    return with_format(Job.model_validate(job))
+
+
+def write_tasks(directory: Path) -> list[str]:
+    """Write the tasks, whose data is a file beside them."""
+    data = write_rows(directory / "sums.jsonl", SUMS)
+    files = []
+    for name, rest in TASKS.items():
+        head = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+        (directory / f"{name}.yaml").write_text(head + rest)
+        files.append(str(directory / f"{name}.yaml"))
+    return files
+
+
+@pytest.fixture
+def with_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a package of that name be found, which nothing imports before a mistake is named."""
+    found = ModuleType("lm_eval")
+    found.__spec__ = importlib.machinery.ModuleSpec("lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", found)
+
+
+def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["evaluate", "run", "--tasks", "sums.yaml"]) == 2
+    assert "pip install 'shardwise[lm-eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("with_lm_eval")
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "sums.yaml").write_text("task: sums")
+    assert main(["evaluate", "run", "--tasks", str(tmp_path / "sum.yaml")]) == 2
+    assert f"is no file. Did you mean '{tmp_path}/sums.yaml'?" in capsys.readouterr().err
+    assert main(["evaluate", "run", "--tasks", "sums.yaml", "--optimizer.learning_rate", "1"]) == 2
+    assert "--optimizer.learning_rate is not used by evaluate" in capsys.readouterr().err
+    assert main(["evaluate", "run"]) == 2
+    assert "--tasks" in capsys.readouterr().err
+
+
+def peer_results(model: Path, files: list[str]) -> dict[str, Any]:
+    """Return what lm-eval's own model of an exported directory comes to."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_defaults=False)
+    tasks = [task for file in files for task in manager.load([file])["tasks"].values()]
+    peer = HFLM(pretrained=str(model), device="cpu", batch_size=1, dtype="float32")
+    results = simple_evaluate(peer, tasks=tasks, bootstrap_iters=0)
+    assert results is not None
+    found: dict[str, Any] = results["results"]
+    return found
+
+
+def compare(mine: dict[str, Any], peer: dict[str, Any]) -> None:
+    assert mine.keys() == peer.keys() == TASKS.keys()
+    for task, values in peer.items():
+        numbers = {key: value for key, value in values.items() if isinstance(value, float)}
+        assert numbers and {key: mine[task][key] for key in numbers} == pytest.approx(numbers, rel=1e-4), task
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "the run's": (2, {}),
+    "one rank": (1, {"parallel.workers": 1}),
+    "tensor 2": (2, {"parallel.tensor_parallel_degree": 2}),
+    "pipeline 2": (2, {"parallel.pipeline_parallel_degree": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_of_lm_eval(world_pool: WorldPool, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("lm_eval")
+    job, files = job_of(tmp_path, kind), write_tasks(tmp_path)
+    world_pool.run(2, save_steps, job, [3])
+    merge = {"merge": True} if kind == "adapters" else {}
+    peer = peer_results(export_checkpoint(job.output, tmp_path / "model", **merge), files)
+    store, name = find(job.output)
+    questions = Questions(tuple(files), str(tmp_path / "tokenizer"), None, False, None)
+    for ranks, keys in LAYOUTS.values() if kind == "whole" else [LAYOUTS["the run's"]]:
+        asked = job_of_checkpoint(read_manifest(store, name), keys)
+        device, path = torch.device("cpu"), f"{store.root}/{name}"
+        compare(world_pool.run(ranks, evaluate_rank, asked, device, path, questions)[0]["results"], peer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_the_command(world_pool: WorldPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows a table, and refuses what a task cannot ask, and a tokenizer that is gone."""
+    pytest.importorskip("lm_eval")
+    job, files = job_of(tmp_path), write_tasks(tmp_path)
+    world_pool.run(2, save_steps, job, [3])
+    written = Path(files[1])
+    words = ["evaluate", job.output, "--tasks", str(written), "--parallel.workers", "1"]
+    assert main([*words, "--apply-chat-template", "--limit", "2", "--json", str(tmp_path / "results.json")]) == 0
+    assert "exact_match" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["n-samples"]["written"]["effective"] == 2
+    for old, new, error in (
+        ("{until", "{do_sample: true, temperature: 0.7, until", "do_sample=true, temperature=0.7"),
+        ("max_gen_toks: 20", "max_gen_toks: 48", "answers of 48 tokens"),
+        ("sums.jsonl", "sum.jsonl", "sum.jsonl"),
+    ):
+        text = written.read_text()
+        written.write_text(text.replace(old, new))
+        assert main(words) != 0
+        assert error in capsys.readouterr().err
+        written.write_text(text)
+    byte_tokenizer(tmp_path / "tokenizer", None)
+    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    assert main([*words, "--apply-chat-template"]) == 2
+    assert "has no chat template; give --data.chat_template FILE" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "tokenizer")
+    assert main(words) == 2
+    assert "is not there any more; give --data.tokenizer DIRECTORY" in capsys.readouterr().err
