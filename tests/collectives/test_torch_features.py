@@ -80,7 +80,7 @@ def hooked(
 
 
 def power(hook: Any, bucket_cap_mb: float = 25, **options: Any) -> Callable[[Any], list[Tensor]]:
-    """A hook of PowerSGD; on one bucket, since Gloo hangs where callbacks of two wait at once."""
+    """A hook of PowerSGD; on one bucket: Gloo's two threads run callbacks too, and where two wait it hangs."""
 
     def state(group: Any) -> Any:
         return powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, **options)
