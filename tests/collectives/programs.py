@@ -332,6 +332,9 @@ def run_steps(member: Member, operations: Any) -> None:
 
 
 def start(member: Member, operation: Any, step: Step, later: bool) -> None:
+    # torch keeps what is being coalesced by group, not by thread: it would take a callback's call for a part of it.
+    while operation is coalesced and member.under_way:
+        settle(member, 0)
     run, compare = operation(step)
     work = run(later)
     if work is None:
