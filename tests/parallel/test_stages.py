@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UserCodeError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.discover import discover
@@ -34,6 +34,16 @@ class ScheduledDepth(Stack):
         for number in self.chosen:
             x = self.blocks[number](x)
         return x
+
+
+class ReadingLate(ScheduledDepth):
+    """Reads a weight of a block once `reads` is set."""
+
+    reads = False
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        scale = self.blocks[2].up.weight.mean() if self.reads else 1.0
+        return super().run_blocks(x * scale)
 
 
 class DroppedAtRandom(Stack):
@@ -70,9 +80,9 @@ def _job() -> Job:
     )
 
 
-def _stage(number: int) -> tuple[Any, StageBoundary]:
+def _stage(number: int, kind: type[ScheduledDepth] = ScheduledDepth) -> tuple[Any, StageBoundary]:
     with torch.device("meta"):
-        module = ScheduledDepth()
+        module = kind()
     facts = _facts(module, _job())
     plan = resolve(_job(), World(2, "cpu", 2), facts)
     boundary = cut_stage(module, facts, plan, number, torch.device("cpu"))
@@ -88,6 +98,15 @@ def test_a_stage_whose_neighbours_are_skipped_is_refused(stage: int, chosen: tup
     module, _ = _stage(stage)
     module.chosen = chosen
     with pytest.raises(ModelError, match=f"ScheduledDepth .* has skipped all blocks of other stages, {skipped}"):
+        module(x=torch.ones(2, POSITIONS, WIDTH))
+
+
+def test_a_forward_that_reads_a_block_of_another_stage_later_is_told_so() -> None:
+    module, _ = _stage(0, ReadingLate)
+    module.reads = True
+    with pytest.raises(
+        UserCodeError, match=r"'up' \(.*test_stages.py:\d+\), on a stage, which holds its own blocks alone"
+    ):
         module(x=torch.ones(2, POSITIONS, WIDTH))
 
 

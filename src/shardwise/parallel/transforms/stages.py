@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from shardwise._torch_compat.modules import clear_module_hooks
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UserCodeError
 from shardwise.job.axes import Axis
+from shardwise.job.objects import in_parentheses, raised_at
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.modules import empty_module
@@ -27,6 +28,8 @@ from shardwise.model.placeholders import drop_parameters, placeholder
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
 from shardwise.plan.plan import Plan
+
+MISSING = ("object has no attribute", "NoneType")  # in the errors of a forward that reaches into an emptied module
 
 
 class BlockStages(Transform):
@@ -80,7 +83,9 @@ def cut_stage(
         _empty(model.get_submodule(name), _returning_input(boundary, facts))
     for name in after:
         _empty(model.get_submodule(name), _keeping_output(boundary, facts))
-    model.forward = _running_stage(model.forward, boundary, _SkippedBlocks(facts.definition, before, after))
+    model.forward = _running_stage(
+        model.forward, boundary, _SkippedBlocks(facts.definition, not facts.has_config, before, after)
+    )
 
     placeholders: dict[str, Callable[..., Tensor]] = {}
     for name, numbers in facts.stages.runs.items():
@@ -132,6 +137,7 @@ class _SkippedBlocks:
     """Blocks of other stages, at which a stage gets its input and ends."""
 
     definition: str
+    is_users: bool  # the model has a user's forward
     before: list[str]
     after: list[str]
 
@@ -140,6 +146,15 @@ class _SkippedBlocks:
         return ModelError(
             f"a forward of {self.definition} has skipped all blocks of other stages, {names[0]} to {names[-1]}; let it "
             "run some of every stage, or use pipeline_parallel_degree 1"
+        )
+
+    def access_error(self, error: Exception) -> UserCodeError:
+        """Return what is raised where a forward asks a module of another stage for what this one does not hold."""
+        place = in_parentheses(raised_at(error))
+        return UserCodeError(
+            f"the forward of {self.definition} raised {type(error).__name__}: {error}{place}, on a stage, which holds "
+            "its own blocks alone; read parameters in the forward of the module that owns them, or use "
+            "pipeline_parallel_degree 1"
         )
 
 
@@ -153,6 +168,10 @@ def _running_stage(forward: Callable[..., Any], boundary: StageBoundary, skipped
             output = forward(*args, **kwargs)
         except StageForwardEnds:
             output = tuple(boundary.block_outputs.values())
+        except (AttributeError, TypeError) as error:  # the whole model's forward has been tried without
+            if skipped.is_users and any(text in str(error) for text in MISSING):
+                raise skipped.access_error(error) from error
+            raise
         else:
             if skipped.after:
                 raise skipped.error(skipped.after)
