@@ -28,7 +28,7 @@ def own_gradients_found() -> Iterator[Callable[[], str]]:
             names.append("a backward hook of a module")
         elif not cls.__module__.startswith(PLAIN):
             names.append(f"the autograd function {cls.__name__}")
-        return apply.__func__(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)  # a method of Python's, or of C from torch 2.14 on
 
     def recorded_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
         names.append("a hook on an activation")

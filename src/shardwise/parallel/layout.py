@@ -201,7 +201,9 @@ class Layout:
                 else:
                     ranks = [list(part) for part in partition]
                     description = " x ".join(str(word) for word in asked)
-                    self._groups[partition], _ = dist.new_subgroups_by_enumeration(ranks, group_desc=description)
+                    group, _ = dist.new_subgroups_by_enumeration(ranks, group_desc=description)
+                    assert isinstance(group, dist.ProcessGroup)  # every rank is in one part
+                    self._groups[partition] = group
             self._asked[asked] = self._groups[partition]
         return self._asked[asked]
 
