@@ -199,6 +199,7 @@ def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
         "attention": forward.attention_calls,
         "outside_reads": forward.outside_reads,
         "takes_outer_gradient": forward.takes_outer_gradient,
+        "changes_numbers": bool(forward.changed_number),
         "blocks_without_gradient": forward.blocks_without_gradient,
         "activation_arguments": forward.activation_arguments,
         "probe_failure": forward.failure,

@@ -36,8 +36,9 @@ def cut_by_trace(
         sequence_length: tokens of a sequence; counts where there is no `example`, the forward's keyword arguments.
     """
     untraced = facts.supports(Axis.PIPELINE)
-    if untraced.ok or facts.stages.traced or facts.blocks_without_gradient or facts.takes_outer_gradient:
-        return facts  # of the latter a trace would keep no gradient, or could not be cut
+    untraceable = facts.blocks_without_gradient or facts.takes_outer_gradient or facts.changes_numbers
+    if untraced.ok or facts.stages.traced or untraceable:
+        return facts  # a trace would keep no gradient, could not be cut, or would keep the numbers of one forward
     inputs = {name: _as_tried(value) for name, value in (example or token_inputs(model, sequence_length)).items()}
     if not facts.blocks:
         facts = _with_units(model, facts, inputs)

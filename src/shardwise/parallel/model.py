@@ -226,7 +226,7 @@ class ParallelModel:
         return [namespace for namespace in namespaces if isinstance(namespace, ModuleType)]
 
     @cached_property
-    def _sharded_classes(self) -> set[type]:
+    def sharded_classes(self) -> set[type]:
         """The classes that FSDP2 made of those of the user's module."""
         return sharded_classes(module for part in self.parts for module in part.module.modules())
 
@@ -239,7 +239,7 @@ class ParallelModel:
         with (
             user_code(f"the forward of {self.facts.definition}"),
             sharded_access_named(self.facts.definition),
-            class_writes_refused(self.facts.definition, self._sharded_classes),
+            class_writes_refused(self.facts.definition, self.sharded_classes),
             own_collectives_refused(files=self._users_files),
         ):
             yield

@@ -14,6 +14,7 @@ from shardwise.data.batch import Batch
 from shardwise.job.axes import Axis
 from shardwise.parallel.model import ModelPart
 from shardwise.parallel.own_collectives import own_collectives_refused
+from shardwise.parallel.sharded_access import class_writes_refused
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.v1.building import microbatch_size
 from shardwise.smp.v1.rows import merge_rows, narrow_rows
@@ -52,7 +53,11 @@ class MicrobatchForward:
         rows = microbatch_size(merged).rows
         first = (parallel.layout.data_rank * count + index) * rows
         microbatch = Batch({}, None, torch.arange(first, first + rows, device=session.device))
-        with parallel.scope(microbatch, session.step_count), self._collectives_of_one_stage():
+        with (
+            parallel.scope(microbatch, session.step_count),
+            self._collectives_of_one_stage(),
+            class_writes_refused(parallel.facts.definition, parallel.sharded_classes),
+        ):
             output = part.forward(merged, arrived)
         if not (torch.is_grad_enabled() or self._weights.gathered):
             parallel.reshard()  # as a backward does: scripts look at gradients, and change what they look at
