@@ -9,9 +9,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers.models.gemma import modeling_gemma
 
 from shardwise.job.schema import Job, PrecisionSection
 from shardwise.model.facts import ModelFacts
@@ -69,7 +72,7 @@ def preference_job(
 
 
 def check(world_pool: WorldPool, job: Job, layout: str) -> None:
-    """The report agrees, and is exact but for Gemma, whose norms compute in fp32: 4e-7, equal on every layout."""
+    """The report agrees, and is exact but for Gemma, whose norms compute in fp32."""
     # peft names parameters of stacks as its files do, so those are compared with the oracle's own adapters.
     verified = verify_with_facts if job.adapter.kind == "none" or job.adapter.target_parameters else against_peft
     report = world_pool.run(EVERY_LAYOUT[layout][0], verified, job, study(job), timeout=600)[0]
@@ -144,6 +147,31 @@ def test_preferences_on_every_layout(
     world_pool: WorldPool, preferences: Path, family: str, layout: str, name: str
 ) -> None:
     check(world_pool, preference_job(preferences, family, layout, **(VARIANTS | OF_EXPERTS)[name]), layout)
+
+
+def in_fp64_throughout(job: Job, facts: ModelFacts) -> VerifyReport | None:
+    def norm(self: Any, hidden: Tensor) -> Tensor:
+        scaled: Tensor = hidden * (hidden.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)
+        return scaled
+
+    def embed(self: Any, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight, self.padding_idx) * self.scalar_embed_scale
+
+    with (
+        mock.patch.object(modeling_gemma.GemmaRMSNorm, "forward", norm),
+        mock.patch.object(modeling_gemma.GemmaTextScaledWordEmbedding, "forward", embed),
+    ):
+        return verify_one(job, 3, facts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(modeling_gemma, "GemmaTextScaledWordEmbedding"), reason="embeddings have no scale yet")
+@pytest.mark.parametrize("layout", ["shard 4", "tensor 2"])
+def test_gemma_is_exact_where_it_computes_in_fp64(world_pool: WorldPool, preferences: Path, layout: str) -> None:
+    """Its norms compute in fp32, and the scale of its embeddings is rounded to it; nothing else differs."""
+    job = preference_job(preferences, "gemma", layout)
+    report = world_pool.run(EVERY_LAYOUT[layout][0], in_fp64_throughout, job, study(job), timeout=600)[0]
+    assert report.agrees and report.max_relative_error < 1e-9, (report.first, report.max_relative_error)
 
 
 @pytest.mark.slow
