@@ -115,7 +115,7 @@ def job_of(recipe: Recipe, directory: str) -> Job:
     if recipe.layout == HALF:  # its optimizer is SGD
         sections["optimizer"]["clip_norm"] = CLIP
         sections["optimizer"].get("options", {}).pop("eps", None)
-    # Gradients of complex64 are rounded in each microbatch; plain torch has no backward of several with clamped weights.
+    # Gradients of complex64 are rounded in each microbatch; plain torch has no backward of several with clamps.
     if {modules.ComplexParameters.__name__, parts.Clamped.__name__} & set(recipe.habits):
         sections["training"]["microbatch_size"] = None
     sections["model"] = {
