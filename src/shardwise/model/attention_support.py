@@ -95,6 +95,8 @@ def _context_obstacles(
         yield f"the attention of {family} does not go through transformers' AttentionInterface once in each block"
     if "key_bias" in arguments and not counts_by_biases:
         yield f"{family} makes its ALiBi biases from its own inputs"
+    if getattr(model.config.get_text_config(), "index_topk", None):
+        yield f"{family} chooses the keys that a token looks at over whole sequences (config.index_topk)"
     if mixes:
         yield f"{family} mixes positions outside of attention, by a convolution or a scan"
 

@@ -327,6 +327,9 @@ def _stages(
     if capability.ok and compiled is not None:
         reason = f"{compiled} is compiled by torch.compile, which keeps the layers that a stage leaves out"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+    if capability.ok and isinstance(model, PreTrainedModel) and forward.hidden_dims not in (0, 3):
+        reason = f"blocks of {model.config.model_type} hand on {forward.hidden_dims} dims, and stages [B, S, H]"
+        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if capability.ok and forward.takes_outer_gradient:
         reason = f"{definition_of(model)} takes a gradient through its blocks"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
