@@ -33,9 +33,7 @@ def test_every_case_is_measured(
     monkeypatch.setattr(collectives_latency, "SIZES", (8, 4096))
     path = tmp_path / "latency.json"
     assert collectives_latency.main(["--rounds", "1", "--seconds", "1", "--ranks", "2", "--json", str(path)]) == 0
-    said = capfd.readouterr()
-    assert said.err.count(" microseconds") == said.err.count("2 ranks, ") == len(collectives_latency.OPERATIONS) * 2 + 2
-    assert "DDP step on 2 ranks: " in said.out
+    assert "DDP step on 2 ranks: " in capfd.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 2 * len(collectives_latency.OPERATIONS) + 2
     assert all(row["ratio_to_gloo"] > 0 and set(row["microseconds"]) >= {"shardwise", "gloo"} for row in rows)
