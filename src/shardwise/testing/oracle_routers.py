@@ -131,9 +131,10 @@ class RouterReference:
             for handle in handles:
                 handle.remove()
 
-    def _count_behind(self, bias: str, router: str) -> Any:
-        """Watch the experts beside a router."""
-        layer = self.model.get_submodule(router.rpartition(".")[0])
+    def _count_behind(self, bias: str, owner: str) -> Any:
+        """Watch the experts beside a router, or of the layer that owns its bias."""
+        layers = [self.model.get_submodule(name) for name in (owner, owner.rpartition(".")[0])]
+        layer = next(layer for layer in layers if hasattr(layer, "experts"))
 
         def count(module: nn.Module, args: tuple[Any, ...]) -> None:
             counts = torch.bincount(args[1].flatten(), minlength=self.model.get_buffer(bias).numel())

@@ -127,8 +127,11 @@ def _shard_experts(
     """Make each stack of experts a unit over the ranks that hold the same experts."""
     # What the router gives keeps its dtype, as where the experts are no unit of their own.
     own = replace(mixed, cast_forward_inputs=False)
+    if layout.expert_degree == 1:
+        return
+    mesh = layout.experts.mesh()  # on every rank, for a group is made by all: a stage may have no experts
     for stack in experts:
-        fully_shard(stack, mesh=layout.experts.mesh(), reshard_after_forward=reshards, mp_policy=own, **shard)
+        fully_shard(stack, mesh=mesh, reshard_after_forward=reshards, mp_policy=own, **shard)
 
 
 def _sum_gradients(modules: Sequence[FSDPModule], ranks: int) -> None:
