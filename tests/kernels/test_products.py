@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.commands import train as entry
-from shardwise.commands import verify
+from shardwise.commands import workers
 from shardwise.job.schema import Job
 from shardwise.kernels import products
 from shardwise.kernels.products import quick_products
@@ -157,7 +157,7 @@ def of_jobs(job: Job) -> list[bool]:
         mock.patch.object(entry, "train_rank", lambda *_: kernels() != own),
     ):
         trained = entry._worker(job, "cpu", "gloo")
-        return [bool(trained), verify._worker(job, "cpu", "gloo", lambda *_: kernels() != own, ())]
+        return [bool(trained), workers._worker(job, "cpu", "gloo", lambda *_: kernels() != own, ())]
 
 
 def test_jobs_multiply_so(world_pool: WorldPool, corpora: Path) -> None:

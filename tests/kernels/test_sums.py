@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import shardwise.smp as smp
 import shardwise.smp.v2 as tsm
 from shardwise.commands import train as entry
-from shardwise.commands import verify
+from shardwise.commands import workers
 from shardwise.job.schema import Job
 from shardwise.kernels import sums
 from shardwise.kernels.sums import fp32_sums
@@ -199,7 +199,7 @@ def of_jobs(job: Job) -> list[list[torch.dtype]]:
     """What is summed in fp32 while a job trains and while it is verified."""
     with mock.patch.object(entry, "train_rank", lambda *_: list(sums._summed)):
         trained: Any = entry._worker(job, "cpu", "gloo")
-    return [trained, verify._worker(job, "cpu", "gloo", lambda *_: list(sums._summed), ())]
+    return [trained, workers._worker(job, "cpu", "gloo", lambda *_: list(sums._summed), ())]
 
 
 def of_scripts() -> list[list[torch.dtype]]:

@@ -226,8 +226,8 @@ class ParallelModel:
         return [namespace for namespace in namespaces if isinstance(namespace, ModuleType)]
 
     @cached_property
-    def sharded_classes(self) -> set[type]:
-        """The classes that FSDP2 made of those of the user's module."""
+    def sharded_classes(self) -> dict[type, frozenset[str]]:
+        """The classes that FSDP2 made of those of the user's module, and the names that they had at first."""
         return sharded_classes(module for part in self.parts for module in part.module.modules())
 
     @contextmanager

@@ -5,7 +5,7 @@ The first forward shows what it reads. A later one may read more, by a counter o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
@@ -42,13 +42,13 @@ def sharded_access_named(definition: str) -> Iterator[None]:
         ) from error
 
 
-def sharded_classes(modules: Iterable[nn.Module]) -> set[type]:
-    """Return the classes that FSDP2 made of those of `modules`."""
-    return {type(module) for module in modules if isinstance(module, FSDPModule)}
+def sharded_classes(modules: Iterable[nn.Module]) -> dict[type, frozenset[str]]:
+    """Return the classes that FSDP2 made of those of `modules`, and the names that they have; some bases give them."""
+    return {type(module): frozenset(vars(type(module))) for module in modules if isinstance(module, FSDPModule)}
 
 
 @contextmanager
-def class_writes_refused(definition: str, classes: Iterable[type]) -> Iterator[None]:
+def class_writes_refused(definition: str, classes: Mapping[type, Collection[str]]) -> Iterator[None]:
     """Raise UserCodeError where a forward inside sets an attribute of `type(self)` on one of FSDP2's classes.
 
     The user's own class, from which others read it, would not have it.
@@ -58,8 +58,8 @@ def class_writes_refused(definition: str, classes: Iterable[type]) -> Iterator[N
         classes: of `sharded_classes`.
     """
     yield
-    for sharded in classes:
-        for name in [name for name in vars(sharded) if not name.startswith("_")]:  # torch's are private
+    for sharded, earlier in classes.items():
+        for name in [name for name in vars(sharded).keys() - set(earlier) if not name.startswith("_")]:  # torch's
             delattr(sharded, name)  # the class serves later jobs of this process too
             own = next(base for base in sharded.__mro__ if not issubclass(base, FSDPModule))
             raise UserCodeError(
