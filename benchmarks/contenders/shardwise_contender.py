@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +201,5 @@ def gpu_stepper(
     with torch.no_grad():
         for name, value in build(config, device).named_parameters():
             trainer.model.tensor_map[name].store(value)
-    on_host: dict[int, Tensor] = {}  # where a job's batches come from
-
-    def step(ids: Tensor) -> Tensor:
-        if id(ids) not in on_host:
-            on_host[id(ids)] = ids.cpu()
-        return trainer.step(on_host[id(ids)])
-
-    return step
+    on_host = lru_cache(maxsize=1)(Tensor.cpu)  # where a job's batches come from; all steps have the same ids
+    return lambda ids: trainer.step(on_host(ids))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
@@ -15,6 +16,7 @@ from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover, find_block_lists, find_ties
 from shardwise.model.facts import ModelFacts
 from shardwise.planner.formulas.prediction import ModelShape
+from shardwise.testing.toy_configs import toy_config
 from tests.model import toys
 
 BLOCKS = {
@@ -248,3 +250,21 @@ def test_heads_may_have_a_size_of_their_own(attention: str) -> None:
     shape = ModelShape.of(facts)
     assert shape.flops_per_token(16)["palm"] == facts.model_flops_per_token(16)
     assert shape.attention_width == 64 and shape.key_value_width == 32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "axis", "reason"),
+    [
+        (
+            "deepseek_v32",
+            Axis.CONTEXT,
+            "chooses the keys that a token looks at over whole sequences (config.index_topk)",
+        ),
+        ("deepseek_v4", Axis.PIPELINE, "blocks of deepseek_v4 hand on 4 dims, and stages [B, S, H]"),
+    ],
+)
+def test_what_looks_at_whole_sequences_or_has_several_streams(model_type: str, axis: Axis, reason: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
+    job = Job.model_validate({"model": {"config": toy_config(model_type), "attention": "eager"}})
+    assert reason in discover(build_model(job), job).supports(axis).reason

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.model.user_state import mentions, numbers_kept, tensors_in, user_namespaces, user_state_kept
+
+
+class Registry(OrderedDict[str, int]):
+    """Has a constructor of its own, so that `copy` fails, and makes values when asked."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__({name: count})
+
+    def values(self) -> Any:
+        raise NotImplementedError
+
 
 KEPT: list[int] = [1]
 BY_NAME: dict[str, int] = {"calls": 0}
@@ -70,6 +82,14 @@ def test_what_a_trial_changes_is_put_back() -> None:
     assert not hasattr(module, "last")
     assert not LOSSES
     assert doubled.cache_info().currsize == 0
+
+
+def test_a_dictionary_that_cannot_copy_itself_is_put_back() -> None:
+    module: Any = type("Holding", (nn.Module,), {"__module__": __name__})()
+    module.registry = Registry("calls", 0)
+    with user_state_kept(module):
+        module.registry["calls"] = 1
+    assert list(dict.items(module.registry)) == [("calls", 0)]
 
 
 def test_a_layer_of_torch_keeps_nothing() -> None:

@@ -82,7 +82,7 @@ def items_of(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return []
     if isinstance(value, dict):
-        return list(value.values())
+        return list(dict.values(value))  # a subclass may make them when asked, as transformers' tables of classes do
     if isinstance(value, (tuple, list, set, deque)):
         return list(value)
     return list(attributes_of(value).values()) if is_object(value) else []

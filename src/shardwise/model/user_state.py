@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.model.containers import (
+    COLLECTIONS,
     LIBRARIES,
     attributes_of,
     filled_cells,
@@ -152,27 +153,37 @@ def _changeable(values: Iterable[Any]) -> Iterator[Any]:
     return (value for value in _walk_small(values) if is_changeable(value))
 
 
-def _content_of(container: Any) -> Any:
-    return dict(attributes_of(container)) if is_object(container) else container.copy()
+def _content_of(container: Any) -> tuple[dict[str, Any], Any]:
+    """Return copies of the attributes of an object and of the items of a container; a user's may be both."""
+    attributes = dict(attributes_of(container)) if is_object(container) else {}
+    if isinstance(container, dict):
+        return attributes, dict.copy(container)  # a subclass may not copy itself
+    return attributes, list(container) if isinstance(container, COLLECTIONS) else []
 
 
-def _restore_content(container: Any, content: Any) -> None:
+def _restore_content(container: Any, content: tuple[dict[str, Any], Any]) -> None:
     """Let a container hold what it held, if it does not."""
+    attributes, items = content
     if is_object(container):
-        now = attributes_of(container)
-        for name in [name for name in now if name not in content]:
-            object.__delattr__(container, name)
-        for name, value in content.items():
-            if now.get(name, container) is not value:
-                object.__setattr__(container, name, value)
+        _restore_attributes(container, attributes)
+    if not isinstance(container, COLLECTIONS):
         return
-    items, before = _items(container), _items(content)
-    if len(items) == len(before) and all(one is other for one, other in zip(items, before, strict=True)):
+    now, before = _items(container), _items(items)
+    if len(now) == len(before) and all(one is other for one, other in zip(now, before, strict=True)):
         return
     container.clear()
-    container.extend(content) if isinstance(container, list | deque) else container.update(content)
+    container.extend(items) if isinstance(container, list | deque) else container.update(items)
+
+
+def _restore_attributes(holder: Any, attributes: dict[str, Any]) -> None:
+    now = attributes_of(holder)
+    for name in [name for name in now if name not in attributes]:
+        object.__delattr__(holder, name)
+    for name, value in attributes.items():
+        if now.get(name, holder) is not value:
+            object.__setattr__(holder, name, value)
 
 
 def _items(container: Any) -> list[Any]:
     """Return keys and values of a dict, or the items of another container."""
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+    return [*dict.keys(container), *dict.values(container)] if isinstance(container, dict) else list(container)

@@ -1,8 +1,8 @@
 """train_step(): forward, backward, reductions and update of one step, on any layout.
 
 The loss is (sum, count). One control all-reduce before the step carries the count of labels and the ranks' flags; the
-normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss. The host waits for
-a GPU there alone: while the GPU updates, the next step is prepared.
+normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss. A single rank's
+host waits for its GPU there alone, and prepares the next step while the GPU updates; several wait at both.
 """
 
 from __future__ import annotations

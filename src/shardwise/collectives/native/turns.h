@@ -20,6 +20,8 @@
 #include <vector>
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "room.h"
 #include "thread_pool.h"

@@ -138,7 +138,7 @@ def _sum_gradients(modules: Sequence[FSDPModule], ranks: int) -> None:
     """Let FSDP2 sum gradients and divide nothing: `Normalisation` divides the loss."""
     for module in modules:
         # These switches do not recurse; on the root alone the blocks' gradients would be divided silently.
-        if ranks > 1:  # by their number otherwise; one rank's are not divided, and by 1.0 in a pass of its own
+        if ranks > 1:  # torch divides by their number; for one rank that is nothing, while a factor of 1.0 is a pass
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
