@@ -127,6 +127,20 @@ def build_stress(directory: Path, *flags: str) -> Path:
     return program
 
 
+@pytest.mark.slow  # it compiles the engine
+@pytest.mark.skipif(sys.platform != "linux", reason="reads an ELF file")
+def test_a_compiler_that_links_its_own_cxx_library_gives_an_engine_with_torchs(tmp_path: Path) -> None:
+    """A process with two of them dies by SIGSEGV where the engine writes a number into a stream."""
+    compiler, directory = tmp_path / "static-c++", tmp_path / "engine"
+    compiler.write_text('#!/bin/sh\nexec c++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), engine.DIRECTORY_VARIABLE: str(directory)}
+    subprocess.run([sys.executable, "-m", "shardwise", "build"], check=True, env=environment, timeout=280)
+    [built] = directory.rglob("*.so")
+    needs = subprocess.run(["readelf", "-d", built], check=True, capture_output=True, text=True).stdout
+    assert "[libstdc++.so.6]" in needs
+
+
 @pytest.mark.slow  # it compiles the engine's sources once more
 def test_nobody_is_left_asleep_when_what_it_waits_for_has_come(tmp_path: Path) -> None:
     """Sleepers look around every 20 s here, not every 0.1 s: two that nobody woke take longer than all are given.

@@ -94,7 +94,7 @@ def reference(
     """Losses and norms by step, and the weights after the steps, of plain torch on one process."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
-    for batch in batches():
+    for batch in batches().cpu():
         optimizer.zero_grad()
         loss = torch.stack([model(input_ids=piece, labels=piece).loss for piece in batch.chunk(ways)]).mean()
         (loss if added is None else loss + added(batch)).backward()

@@ -145,6 +145,7 @@ def _compile(path: Path, say: Say) -> None:
                 MODULE,
                 [str(source) for source in _sources("*.cpp") if source.name != "stress.cpp"],
                 extra_cflags=[*OPTIMIZED, *_level()],
+                extra_ldflags=[*_cxx_library()],
                 build_directory=where,
                 is_python_module=False,
                 is_standalone=False,
@@ -183,7 +184,7 @@ def _sources(pattern: str) -> list[Path]:
 
 @cache
 def _key() -> str:
-    parts = [torch.__version__, sys.version, platform.machine(), *OPTIMIZED, *_level()]
+    parts = [torch.__version__, sys.version, platform.machine(), *OPTIMIZED, *_level(), *_cxx_library()]
     parts += [source.name + source.read_text() for source in (*_sources("*.cpp"), *_sources("*.h"))]
     return blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
@@ -195,3 +196,10 @@ def _level() -> tuple[str, ...]:
         return ()
     flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
     return ("-march=x86-64-v3",) if {"avx2", "fma", "bmi2", "f16c"} <= set(flags) else ()
+
+
+@cache
+def _cxx_library() -> tuple[str, ...]:
+    """The C++ library that torch has loaded. Some compilers link a static one, and a process with two crashes."""
+    paths = (line.split(maxsplit=5)[-1].rstrip() for line in Path("/proc/self/maps").read_text().splitlines())
+    return tuple(dict.fromkeys(path for path in paths if Path(path).name.startswith("libstdc++.so.")))
