@@ -4,6 +4,9 @@ What is theirs is the model, the loss and what they compile; the loop around it 
 bf16 parameters and fp32 copies. Both would train one device under autocast by themselves, which is more work. Each
 function gets the config and the model of transformers, and returns the module that has the parameters and
 `losses(ids [B, S]) -> mean loss`.
+
+litgpt 0.5.9 and torchtitan 0.2.2 exclude one another's requirements: `pip install litgpt==0.5.9`, then `pip install
+--no-deps torchtitan==0.2.2 && pip install torchdata tyro tensorboard datasets triton`.
 """
 
 from __future__ import annotations
