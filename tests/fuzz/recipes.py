@@ -42,6 +42,7 @@ HABITS: tuple[type[Stack], ...] = (
     modules.ReplacedParameters, keeping.CachesInGlobals, keeping.LossesInGlobals, keeping.CountedHook, keeping.Locked,
     keeping.ClosedOver, keeping.PatchedForwards, keeping.DerivedAttribute, keeping.SharedMemory, keeping.LateHook,
     keeping.LateParameter, keeping.MarkedTensors, keeping.StateReading, keeping.CountingSteps,
+    keeping.DerivedNumber, keeping.DerivedBesideValues, keeping.SharedBesideValues, keeping.DrawnAttribute,
 )  # fmt: skip
 MOST = 4
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import random
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 
 from tests.habits.building import POSITIONS, WIDTH, Residual, Stack
+from tests.habits.modules import Orthogonal
 
 CACHE: dict[int, Tensor] = {}
 LOSSES: list[Tensor] = []
@@ -129,6 +132,51 @@ class DerivedAttribute(Stack):
 
     def read_out(self, x: Tensor) -> Tensor:
         return super().read_out(x + x @ self.start.to(x.dtype))
+
+
+class DerivedNumber(Stack):
+    """A number of the constructor that was made from a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(self.first.weight.detach().norm())
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return super().read_out(x) * self.scale
+
+
+class DerivedBesideValues(Orthogonal):
+    """A tensor that was made from a parameter, beside a parametrization that needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"start": self.first.weight.detach() * 2.0}
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return super().read_out(x + x @ self.kept["start"].to(x.dtype))
+
+
+class SharedBesideValues(Orthogonal):
+    """A tensor in a parameter's memory, beside a parametrization that needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"start": self.first.weight.detach()}
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return super().read_out(x + x @ self.kept["start"].to(x.dtype))
+
+
+class DrawnAttribute(Stack):
+    """A tensor and numbers that the constructor draws and keeps."""
+
+    def __init__(self) -> None:
+        order, drawn, shift = torch.randperm(WIDTH), random.random(), numpy.random.normal()
+        super().__init__()
+        self.order, self.drawn, self.shift = order, drawn, shift
+
+    def read_out(self, x: Tensor) -> Tensor:
+        return super().read_out(x[..., self.order] * self.drawn + self.shift)
 
 
 class SharedMemory(Stack):

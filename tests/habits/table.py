@@ -336,6 +336,8 @@ HABITS: tuple[Habit, ...] = (
         remedy="a buffer of a clone",
         quick=(),
     ),
+    Habit("DerivedNumber", "numbers made from parameters", quick=()),
+    Habit("DrawnAttribute", "what the constructor draws"),
     Habit(
         "SharedMemory",
         "two parameters of one memory (by `.data =`)",

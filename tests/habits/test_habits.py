@@ -54,6 +54,24 @@ def test_a_habit_comes_to_it_on_every_layout(world_pool: WorldPool, corpora: Pat
     check(world_pool, corpora, habit, layout)
 
 
+BESIDE_VALUES = "what a constructor keeps that runs with values alone"
+KEPT = [
+    Habit("DerivedBesideValues", BESIDE_VALUES),
+    Habit(
+        "SharedBesideValues",
+        BESIDE_VALUES,
+        refused=dict.fromkeys(LAYOUTS, r"kept of SharedBesideValues \(.*keeping.py:\d+\) keeps a tensor made from"),
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != HALF])
+@pytest.mark.parametrize("habit", KEPT, ids=str)
+def test_what_is_kept_of_values(world_pool: WorldPool, corpora: Path, habit: Habit, layout: str) -> None:
+    check(world_pool, corpora, habit, layout)
+
+
 def test_every_module_has_a_row_and_every_refusal_a_remedy() -> None:
     assert all(hasattr(modules, habit.module) or hasattr(keeping, habit.module) for habit in HABITS)
     assert all(bool(habit.refused) == bool(habit.remedy) for habit in HABITS)

@@ -16,6 +16,7 @@ from shardwise.data.batch import Batch
 from shardwise.errors import ShardwiseError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, OptimizerSection
+from shardwise.model.construct import drawing_from
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
 from tests.habits import modules
@@ -83,7 +84,8 @@ def plain_module(run: AssembledJob) -> tuple[nn.Module, float]:
     The error is that of the tensors that the module says it computes.
     """
     model = run.plan.job.model
-    module: nn.Module = load_object(str(model.factory), "model.factory")(**model.factory_arguments)
+    with drawing_from(run.plan.job.training.seed):
+        module: nn.Module = load_object(str(model.factory), "model.factory")(**model.factory_arguments)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = _in_double(tensor.data)  # `module.double()` would drop imaginary parts
     start = {name: _in_double(value.detach()).clone() for name, value in run.model.whole_tensors()}

@@ -21,4 +21,4 @@ from tests.habits import modules
     ],
 )
 def test_values_are_needed_where_initializers_fill_otherwise_when_they_run_again(name: str, needs_values: bool) -> None:
-    assert construct(getattr(modules, name)).needs_values is needs_values
+    assert construct(getattr(modules, name), 0).needs_values is needs_values

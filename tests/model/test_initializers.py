@@ -41,7 +41,7 @@ class Filling(nn.Module):
 
 
 def test_a_fill_that_skips_meta_tensors_is_seen() -> None:
-    constructed = construct(Truncated)
+    constructed = construct(Truncated, 0)
     assert constructed.needs_values and "table" not in constructed.values
     assert constructed.build()["table"].abs().max() > 0
     assert parents_that_initialize(Filling(), []) == {"": ("inner.weight",)}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.construct import drawing_from
 from tests.habits import keeping, modules
 from tests.habits.building import POSITIONS, WIDTH
 
@@ -16,8 +17,8 @@ FLOOR = 0.1  # of what errors are relative to
 
 
 def make_module(name: str) -> nn.Module:
-    torch.manual_seed(1)
-    module: nn.Module = getattr(modules if hasattr(modules, name) else keeping, name)()
+    with drawing_from(1):
+        module: nn.Module = getattr(modules if hasattr(modules, name) else keeping, name)()
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.double()

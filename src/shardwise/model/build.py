@@ -84,7 +84,7 @@ OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_pat
 def build_model(job: Job) -> nn.Module:
     """Return the model of `job` in train mode, parameters on the meta device (fp32), key-value cache off."""
     return prepare_for_training(
-        construct_user_module(job.model).module if job.model.factory else _build_hugging_face(job, load_config(job))
+        construct_user_module(job).module if job.model.factory else _build_hugging_face(job, load_config(job))
     )
 
 
@@ -449,19 +449,20 @@ def _guarded(where: str, call: Callable[[], Any]) -> Any:
 # --- a user's own module ---------------------------------------------------------------------------------------------
 
 
-def construct_user_module(section: ModelSection) -> ConstructedModule:
+def construct_user_module(job: Job) -> ConstructedModule:
     """Return the module of `model.factory` on the meta device, with what its constructor computed.
 
     Raises:
         ConfigError: the factory is no function.
         ModelError: it raises, or returns something that cannot be trained.
     """
+    section = job.model
     where = f"model.factory={section.factory!r}"
     factory = load_object(str(section.factory), "model.factory")
     if not callable(factory):
         raise ConfigError(f"{where} is a {type(factory).__name__}, not a function or class")
     try:
-        constructed = construct(lambda: factory(**copy.deepcopy(section.factory_arguments)))
+        constructed = construct(lambda: factory(**copy.deepcopy(section.factory_arguments)), job.training.seed)
     except NotAModule as error:
         raise ModelError(f"{where} {error}") from error
     except Exception as error:

@@ -9,12 +9,14 @@ to shard. What the constructor does is watched:
 - anything else (weights that are loaded, rescaled, tied by value or computed from each other) cannot be told without
   values. Then the module is built a second time, for real on the CPU of rank 0, and all values are those.
 
-A constructor that does not run without values is run with them on every rank.
+A constructor that does not run without values is run with them on every rank. Each time it draws from the job's seed,
+so that what it keeps beside parameters and buffers is equal on all ranks.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -34,7 +37,7 @@ from shardwise._torch_compat.writes import SkippedFills, storage_key, written_te
 from shardwise.errors import ModelError
 from shardwise.model.copies import deep_copy
 from shardwise.model.initializers import MODEL_INITIALIZER, MODULE_INITIALIZERS, run_initializer
-from shardwise.model.parameter_kinds import DECLARED_CLASS
+from shardwise.model.parameter_kinds import DECLARED_CLASS, mark_shared_tensors
 
 Factory = Callable[[], nn.Module]
 
@@ -66,12 +69,17 @@ class ConstructedModule:
         return self.values if self.is_complete else _with_values(self.factory).values
 
 
-def construct(factory: Factory) -> ConstructedModule:
-    """Call `factory` and return its module on the meta device.
+def construct(source: Factory, seed: int) -> ConstructedModule:
+    """Call `source`, which draws from `seed`, and return its module on the meta device.
 
     Raises:
         Exception: whatever the factory raises.
     """
+
+    def factory() -> nn.Module:
+        with drawing_from(seed):
+            return source()
+
     writes = ConstructorWrites()
     try:
         with uninitialized_is_nan(), parameters_on_meta(writes.register), SkippedFills(writes.note_write), writes:
@@ -85,6 +93,22 @@ def construct(factory: Factory) -> ConstructedModule:
         return _with_values(factory)
     values, is_known = writes.values_of(module)
     return ConstructedModule(module, values, not is_known or _has_meta_tensors(module), False, factory)
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Inside, torch, numpy and Python draw from `seed`; behind it they go on from where they were."""
+    device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(device):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            numpy.random.set_state(of_numpy)
 
 
 def _has_meta_tensors(module: nn.Module) -> bool:
@@ -104,6 +128,7 @@ def _with_values(factory: Factory) -> ConstructedModule:
 
 def detach_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the values of all parameters by name, out of the module, whose parameters then take no memory."""
+    mark_shared_tensors(module)
     weights: dict[str, Tensor] = {}
     blanks: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):

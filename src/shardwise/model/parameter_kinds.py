@@ -19,6 +19,7 @@ from shardwise.model.containers import module_attributes, walk
 DECLARED_CLASS = (
     "declared_class"  # attribute of a parameter on the meta device: the class that it had, if one of its own
 )
+SHARES_A_PARAMETER = "shares_a_parameter"  # attribute of a tensor that was in the memory of a parameter
 RENEWED = "_flat_weights"  # of torch's recurrent layers, which put a parameter that is set anew in it themselves
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -75,9 +76,25 @@ def _kept_beside(model: nn.Module) -> dict[str, Any]:
             inside = list(walk(value, into_functions=True))
             if any(_keeps_parameters(inner, registered) for inner in inside):
                 listed.append(where)
-            elif any(isinstance(inner, Tensor) and inner.is_meta for inner in inside):
+            elif any(isinstance(inner, Tensor) and _has_no_values(inner) for inner in inside):
                 derived.append(where)
     return {"listed": tuple(listed), "derived": tuple(derived), "overlapping": tuple(_overlapping(model))}
+
+
+def _has_no_values(tensor: Tensor) -> bool:
+    """Tell whether a tensor was made from parameters without values, or would follow those that it lay with."""
+    return tensor.is_meta or hasattr(tensor, SHARES_A_PARAMETER)
+
+
+def mark_shared_tensors(model: nn.Module) -> None:
+    """Mark the tensors that modules keep in the memory of parameters, which are about to leave it."""
+    parameters = {storage_key(parameter) for parameter in model.parameters() if not is_lazy(parameter)}
+    for module in model.modules():
+        for _, value in _attributes(module):
+            for inner in walk(value, into_functions=True):
+                is_plain = isinstance(inner, Tensor) and not isinstance(inner, nn.Parameter)
+                if is_plain and storage_key(inner) in parameters:
+                    setattr(inner, SHARES_A_PARAMETER, True)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -46,8 +46,8 @@ class GivenModel:
     build: Callable[[], dict[str, Tensor]] | None = None
 
     @classmethod
-    def of(cls, source: ModelSource, example: Mapping[str, Tensor] | None = None) -> GivenModel:
-        """Take a module, or call a function that makes one with its parameters on the meta device.
+    def of(cls, source: ModelSource, seed: int, example: Mapping[str, Tensor] | None = None) -> GivenModel:
+        """Take a module, or call a function that makes one with its parameters on the meta device, drawing from `seed`.
 
         Raises:
             ModelError: the source is neither, or the function returns something else.
@@ -59,7 +59,7 @@ class GivenModel:
             return cls(prepare_for_training(source), weights, dict(source.named_buffers()), example)
         try:
             with user_code(where):
-                constructed = construct(source)
+                constructed = construct(source, seed)
         except NotAModule as error:
             raise ModelError(f"{where} {error}") from error
         check_tensors(constructed.module, where)

@@ -150,7 +150,7 @@ class Session:
         """Join the group, build and shard the model, open the data."""
         own = check_callbacks(callbacks)
         named = load_callbacks(job.training.callbacks)
-        given = None if model is None else GivenModel.of(model, example)
+        given = None if model is None else GivenModel.of(model, job.training.seed, example)
         facts = study(job) if given is None else given.study(job)
         has_data = given is None or _names_data(job)
         data = prepare_data(job, facts) if has_data else None

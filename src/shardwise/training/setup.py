@@ -161,7 +161,7 @@ def assemble(
     choose_algorithms(job.training.deterministic)
     torch.manual_seed(seed * world.size + dist.get_rank())  # read by fused attention dropout alone
     if given is None and job.model.factory is not None:
-        given = GivenModel.of_constructed(construct_user_module(job.model))
+        given = GivenModel.of_constructed(construct_user_module(job))
     if given is None:
         model = parallelize(build_model(job), plan, layout, facts, device)
         initialize(model, seed)
