@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -169,3 +171,16 @@ def test_a_pair_is_cut_to_what_a_sequence_holds_of_both(tmp_path: Path) -> None:
     expected = {0: (16, 16), 2: (24, 8), 4: (8, 8), 6: (8, 24)}
     for first in train.rows:
         assert tuple(len(train.row(int(first) + side)[0]) for side in (0, 1)) == expected[int(first)]
+
+
+def test_completions_have_the_log_probabilities_that_are_known_of_them(tmp_path: Path) -> None:
+    _, train, validation = pairs_of(tmp_path, [(2, 3), (3, 2), (4, 1), (2, 2)])
+    assert train.batch([0], [0], 0).reference is None
+    values = -np.arange(8, dtype=np.float64)
+    for split in (train, validation):
+        known = replace(split, reference=values)
+        for index, rows in enumerate(split.sequences):
+            batch = known.batch([index], [index], 0)
+            assert batch.reference is not None and batch.completions is not None
+            assert batch.reference[0, : len(rows)].tolist() == values[rows].tolist()
+            assert not batch.reference[0, len(rows) :].any() and batch.completions.max() < batch.reference.shape[1]

@@ -7,6 +7,7 @@ pair. Answers have from 2 to 24 tokens, steps do not divide over the ranks, and 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gemma import modeling_gemma
 
+from shardwise.errors import ConfigError
 from shardwise.job.schema import Job, PrecisionSection
 from shardwise.model.facts import ModelFacts
 from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.faults.registry import FAULTS
-from shardwise.testing.world import WorldPool
+from shardwise.testing.world import WorldError, WorldPool
+from shardwise.training import precomputed_reference
+from shardwise.training.objectives.preference import DirectPreference
 from shardwise.training.session import Session
 from shardwise.training.setup import study
 from tests.data.chats import PLAIN, byte_tokenizer, write_rows
@@ -84,7 +88,10 @@ def verify_with_facts(job: Job, facts: ModelFacts) -> VerifyReport | None:
     return verify_one(job, 3, facts)
 
 
-QUICK: dict[str, dict[str, Any]] = {"context 2": {}, "pipeline 2": {"adapter": LORA}}
+QUICK: dict[str, dict[str, Any]] = {
+    "context 2": {},
+    "pipeline 2": {"adapter": LORA, "dpo": {"precompute_reference": True}},
+}
 
 
 @pytest.mark.parametrize("layout", QUICK)
@@ -112,6 +119,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"adapter": LORA},
     "lora with dropout": {"adapter": {**LORA, "dropout": 0.3}, "dpo": {"label_smoothing": 0.1}},
     "dora": {"adapter": {**LORA, "kind": "dora"}, "dpo": {"loss": "ipo", "length_normalised": True}},
+    "precomputed": {"training": EPOCH, "dpo": {"precompute_reference": True}},
+    "lora precomputed": {"adapter": LORA, "dpo": {"precompute_reference": True}},
     "lora with a saved head": {
         "adapter": {**LORA, "modules_to_save": ["lm_head"]},
         "model": {"tie_word_embeddings": False},
@@ -230,3 +239,86 @@ def test_a_resumed_run_has_the_reference_of_its_start(
     whole, rest = world_pool.run(2, resumed, job)[0]
     assert len(whole) == 3 and rest == whole[2:]
     assert abs(whole[2] - whole[0]) > 1e-3  # the logarithm of 2, which a reference of the resumed weights would give
+
+
+def numbers_of(job: Job) -> list[float]:
+    """Train two steps and evaluate: losses, norms of gradients, rewards, and those of held-out pairs.
+
+    Ahead of the first update the accuracy of rewards is of two that are equal but for rounding.
+    """
+    numbers: list[float] = []
+    with Session(job, device=torch.device("cpu")) as session:
+        assert job.training.dpo.precompute_reference <= (session.model.reference is None)
+        for batches, _ in zip(session.batches(), range(2)):
+            result = session.step(batches)
+            numbers += [
+                result.loss,
+                result.grad_norm,
+                result.metrics["rewards_chosen"],
+                result.metrics["rewards_margin"],
+            ]
+        session.evaluate()
+        return numbers + [value for value in session.evaluated.values() if isinstance(value, float)]
+
+
+def numbers_of_each(plain: Job, precomputed: Job, others: list[Job]) -> list[list[float]]:
+    """Return those without and with a cache, then of a second run and of the other jobs, none of which computes any."""
+    first = [numbers_of(plain), numbers_of(precomputed)]
+    with mock.patch.object(precomputed_reference, "_computed", side_effect=AssertionError("they are in the cache")):
+        return first + [numbers_of(job) for job in [precomputed, *others]]
+
+
+TWO = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [{}, LORA], ids=["copy", "adapters off"])
+@pytest.mark.parametrize("layout", TWO)
+def test_precomputed_log_probabilities_give_the_same_numbers(
+    world_pool: WorldPool, preferences: Path, tmp_path: Path, layout: str, adapter: dict[str, Any]
+) -> None:
+    """A run has the numbers of one without, and runs on other layouts read what it has written."""
+
+    def job(on: str, precompute: bool) -> Job:
+        dpo = {"precompute_reference": precompute}
+        return preference_job(preferences, "llama", on, adapter=adapter, dpo=dpo, cache_directory=str(tmp_path))
+
+    others = [job(other, True) for other in TWO if other != layout]
+    plain, *rest = world_pool.run(2, numbers_of_each, job(layout, False), job(layout, True), others, timeout=600)[0]
+    for number, numbers in enumerate(rest):
+        assert numbers == pytest.approx(plain, rel=1e-12 if number < 2 else 1e-9, abs=1e-12), number
+
+
+def references_of(job: Job) -> tuple[list[Tensor | None], list[Tensor | None], str]:
+    """Return log-probabilities of a step's completions, as its batches have them and as its model gives them."""
+    with Session(job, device=torch.device("cpu")) as session:
+        objective = session.assembled.objective
+        assert isinstance(objective, DirectPreference)
+        batches = next(session.batches())
+        bare = [replace(batch, reference=None) for batch in batches]
+        computed = [batch.reference for batch in objective.with_reference(bare, 0)]
+        with pytest.raises(ConfigError, match=r"take those of session\.batches"):
+            session.step(bare)
+        return [batch.reference for batch in batches], computed, session.assembled.data.reference_note
+
+
+@pytest.mark.slow
+def test_precomputed_log_probabilities_are_kept(world_pool: WorldPool, preferences: Path, tmp_path: Path) -> None:
+    def read(**keys: Any) -> tuple[list[Tensor], list[Tensor], str]:
+        dpo = {"precompute_reference": True}
+        job = preference_job(preferences, "llama", "shard 2", dpo=dpo, cache_directory=str(tmp_path), **keys)
+        result: tuple[list[Tensor], list[Tensor], str] = world_pool.run(1, references_of, job)[0]
+        return result
+
+    kept, computed, note = read()
+    assert "are computed" in note and len(kept) == 5
+    for values, expected in zip(kept, computed, strict=True):
+        assert values.lt(0).any() and torch.allclose(values, expected, rtol=1e-12, atol=0.0)
+    again, _, note = read(training={**FIVE, "microbatch_size": 5})  # another run of the same weights and rows
+    assert "are read from" in note and torch.equal(again[0], torch.cat(kept))
+    others, _, note = read(training={**FIVE, "seed": 1})  # draws other weights
+    assert "are computed" in note and not torch.equal(others[0], kept[0])
+    for file in tmp_path.glob("references/*/*.safetensors"):
+        file.write_bytes(b"no tensors")
+    with pytest.raises(WorldError, match=r"cached log-probabilities .* cannot be read .*; delete it"):
+        read()

@@ -100,6 +100,16 @@ def test_states_are_counted_by_hand() -> None:
     }
 
 
+def test_a_reference_that_has_run_ahead_of_training_takes_nothing() -> None:
+    rows = {"format": "preference", "path": "pairs.jsonl"}
+    copied, precomputed = (
+        moments(*planned(2, data=rows, training={"dpo": {"precompute_reference": is_ahead}}))[-1].causes()
+        for is_ahead in (False, True)
+    )
+    assert copied["reference"] == copied["parameters"] > 0
+    assert precomputed == {**copied, "reference": 0.0}
+
+
 def test_uneven_rows_are_padded_like_fsdp2() -> None:
     """13 rows over 4 ranks are 4 rows a rank; a vector of 5 is 2."""
     config = {**NEOX, "hidden_size": 20, "num_attention_heads": 2, "intermediate_size": 26, "vocab_size": 13}

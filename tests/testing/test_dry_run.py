@@ -50,6 +50,10 @@ AXES: dict[str, dict[str, Any]] = {
         "data": {"format": "preference", "path": "pairs.jsonl"},
         "parallel": {"pipeline_parallel_degree": 4},
     },
+    "preferences ahead of training": {
+        "data": {"format": "preference", "path": "pairs.jsonl"},
+        "training": {"dpo": {"precompute_reference": True}},
+    },
     "preferences under adapters": {
         "data": {"format": "preference", "path": "pairs.jsonl"},
         "adapter": {"kind": "lora"},

@@ -84,11 +84,14 @@ class PackedRows:
         corpus: the columns that are read.
         rows: [R] int64, numbers of the rows in the order in which they are packed; of pairs those of the first.
         settings: how.
+        reference: [rows of the cache] float64, log-probability in nats of each completion by a reference model; where
+            it is known ahead of training.
     """
 
     corpus: RowCorpus
     rows: np.ndarray
     settings: RowSettings
+    reference: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -158,7 +161,16 @@ class PackedRows:
             rows=torch.tensor(counters, dtype=torch.int64),
             document_ids=numbers,
             completions=numbers if self.settings.together == 2 else None,
+            reference=None if self.reference is None else self._reference_of(indices, self.reference),
         )
+
+    def _reference_of(self, indices: Sequence[int], values: np.ndarray) -> torch.Tensor:
+        """Return the `values` [rows of the cache] of the completions in sequences, [B, C] in their order; else 0."""
+        result = torch.zeros(len(indices), most_completions(self.sequence_length), dtype=torch.float64)
+        for place, index in enumerate(indices):
+            rows = self.sequences[index]
+            result[place, : len(rows)] = torch.from_numpy(values[rows])
+        return result
 
     def target_counts(self, sequences: int | None = None) -> np.ndarray:
         """Count how often each token id is a target of the first so many sequences (unset: of all), by id."""
@@ -220,6 +232,11 @@ def split_rows(
     else:
         train, validation = ranked[held_out:], ranked[:held_out]
     return PackedRows(corpus, train * together, settings), PackedRows(corpus, validation * together, settings), counts
+
+
+def most_completions(sequence_length: int) -> int:
+    """Return C, above all numbers of completions: one has two tokens at least, and padding has a number too."""
+    return 2 * (sequence_length // 4 + 1)
 
 
 def first_fit(lengths: Sequence[int], size: int) -> list[list[int]]:

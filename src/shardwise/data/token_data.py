@@ -20,7 +20,8 @@ class TokenData:
     ids, and of which rows are trained on where: equal on every host, or the hosts do not train on the same data.
     `split` is the rule that held samples out: `documents` or `place`. `vocabulary_size` is the tokenizer's; without
     one, the model's, else the largest token id + 1. `row_counts` is of conversations and pairs alone. `sets` are those
-    of `evaluation.sets` by name, and `content_of_sets` is a hash of their token ids.
+    of `evaluation.sets` by name, and `content_of_sets` is a hash of their token ids. `reference_note` is a sentence on
+    log-probabilities by a reference model, where they are known ahead of training.
     """
 
     train: Windows | PackedRows | Samples
@@ -37,6 +38,7 @@ class TokenData:
     row_counts: RowCounts | None = None
     sets: Mapping[str, Windows | PackedRows] = field(default_factory=dict)
     content_of_sets: str = ""
+    reference_note: str = ""
 
     @cached_property
     def unigram_entropy(self) -> float | None:
@@ -94,7 +96,7 @@ class TokenData:
         return facts
 
     def notes(self) -> list[str]:
-        """Return sentences on rows that are not trained on, or not whole."""
+        """Return sentences on rows that are not trained on, or not whole, and on the reference's log-probabilities."""
         if self.row_counts is None or not isinstance(self.train, PackedRows):
             return []
         counts, length = self.row_counts, self.train.sequence_length
@@ -105,4 +107,5 @@ class TokenData:
             (counts.too_long, f"{of_all} are {longer} and are left out; data.truncation would cut them"),
             (counts.truncated, f"{of_all} are {longer} and are cut"),
         ]
-        return [f"{count:,} {sentence}." for count, sentence in sentences if count]
+        notes = [f"{count:,} {sentence}." for count, sentence in sentences if count]
+        return [*notes, *([self.reference_note] if self.reference_note else [])]

@@ -440,6 +440,11 @@ class DpoSection(Section):
         description="Log-probabilities of a completion are means over its tokens in the place of sums, so that a long "
         "one does not weigh more.",
     )
+    precompute_reference: bool = Field(
+        default=False,
+        description="Log-probabilities by the reference are computed for all pairs ahead of the first step, and kept "
+        "in `data.cache_directory`. Steps then run no reference, and no copy of the model is made.",
+    )
 
 
 class TrainingSection(Section):

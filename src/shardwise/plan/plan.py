@@ -81,7 +81,7 @@ class Plan:
     balancing_coefficient: float = 0.0  # of the routers' balancing loss over the step; 0: there is none
     collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
-    reference: str = ""  # of a preference loss: "adapters_off" | "copy"; empty where the objective has none
+    reference: str = ""  # of a preference loss: "adapters_off" | "copy" | "precomputed"; empty: the objective has none
 
     @property
     def data_ranks(self) -> int:
@@ -381,6 +381,9 @@ def _objective(draft: Draft, rules: dict[str, str]) -> str:
 def _reference(draft: Draft, rules: dict[str, str]) -> str:
     if draft.job.objective not in REFERENCE_OBJECTIVES:
         return ""
+    if draft.training.dpo.precompute_reference:
+        rules["reference"] = "training.dpo.precompute_reference: run once for all pairs, ahead of the first step"
+        return "precomputed"
     if draft.adapter.kind != "none" and not draft.adapter.modules_to_save:
         rules["reference"] = "the model under the adapters, which is run without them ahead of each step"
         return "adapters_off"

@@ -23,7 +23,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan
 
-COPY = "copy"  # of `Plan.reference`
+COPY, PRECOMPUTED = "copy", "precomputed"  # of `Plan.reference`
 
 
 def needs_copy(plan: Plan) -> bool:

@@ -36,7 +36,9 @@ from shardwise.training.adapter_start import start_adapters
 from shardwise.training.given_model import GivenModel, place_weights, take_constructed_values
 from shardwise.training.init import initialize, match_weight_file, match_weights, read_weight_file
 from shardwise.training.objectives.choose import make_objective
+from shardwise.training.objectives.preference import DirectPreference
 from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.precomputed_reference import with_reference
 from shardwise.training.reference import frozen_copy, needs_copy
 
 
@@ -171,6 +173,8 @@ def assemble(
         model.reference = frozen_copy(model)
         initialize(model.reference, seed)
     objective = make_objective(model)
+    if isinstance(objective, DirectPreference) and objective.is_precomputed and data is not None:
+        data = with_reference(objective, make_stream(plan, layout, data), data)
     if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)
     optimizer = ShardedOptimizer.of(model)

@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
          use=_objective_fix),
     *(idle(f"dpo-{key.replace('_', '-')}", f"training.dpo.{key}", "it is for training.objective dpo alone",
            lambda d: d.job.objective != "dpo", "leave it out, or use a data.format of preferences")
-      for key in ("loss", "beta", "label_smoothing", "length_normalised")),
+      for key in ("loss", "beta", "label_smoothing", "length_normalised", "precompute_reference")),
     idle("ipo-smoothing", "training.dpo.label_smoothing", "the loss ipo has no labels to smooth",
          lambda d: d.training.dpo.loss == "ipo", "use training.dpo.loss sigmoid, or leave it out"),
     idle("pair-label-smoothing", "training.label_smoothing", "the loss of preferences is no cross-entropy",

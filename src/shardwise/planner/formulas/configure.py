@@ -50,7 +50,7 @@ def configuration_of(
         chunked_loss=plan.chunked_loss,
         reshard_after_forward=parallel.reshard_after_forward,
         trained=facts.trained_parameters / max(1, facts.parameters),
-        reference=plan.reference,
+        reference="" if plan.reference == "precomputed" else plan.reference,
         kept_blocks=_last_unit(plan, len(facts.blocks)) if plan.keeps_last_unit else 0,
     )
 

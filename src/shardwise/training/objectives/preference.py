@@ -19,12 +19,13 @@ from torch.nn import functional as F
 
 from shardwise.collectives.names import CollectiveName
 from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.packed_rows import most_completions
 from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import DpoSection
 from shardwise.parallel.model import ParallelModel
 from shardwise.training.objectives.language_modelling import LanguageModelling
-from shardwise.training.reference import FrozenReference
+from shardwise.training.reference import PRECOMPUTED, FrozenReference
 
 LOG_PROBABILITIES = CollectiveName("log-probabilities of completions", Axis.CONTEXT, "all_reduce")
 
@@ -53,8 +54,8 @@ class DirectPreference(LanguageModelling):
         super().__init__(model)
         self.reference = FrozenReference(model.reference or model)
         self.settings = model.plan.job.training.dpo
-        # A completion has at least two tokens, and what stands behind the last pair has a number too.
-        self.most_completions = 2 * (model.plan.sequence_length // 4 + 1)
+        self.most_completions = most_completions(model.plan.sequence_length)
+        self.is_precomputed = model.plan.reference == PRECOMPUTED
         self._of_reference = LanguageModelling(self.reference.model)
         self._sums = self._no_sums()
 
@@ -65,15 +66,27 @@ class DirectPreference(LanguageModelling):
         """Return the microbatches with the reference's log-probabilities of their completions, unless they have them.
 
         Raises:
-            ConfigError: they hold no pairs.
+            ConfigError: they hold no pairs, or lack log-probabilities that were computed ahead of training.
         """
         if any(microbatch.completions is None for microbatch in microbatches):
             raise ConfigError(
                 "training.objective=dpo: a microbatch holds no pairs; take those of session.batches(), or give "
                 "step() a loss_function"
             )
-        if microbatches[0].reference is not None:
+        if all(microbatch.reference is not None for microbatch in microbatches):
             return microbatches
+        if self.is_precomputed:
+            raise ConfigError(
+                "training.dpo.precompute_reference=true: a microbatch has no log-probabilities by the reference; take "
+                "those of session.batches(), or leave the key out"
+            )
+        return self.with_reference(microbatches, step)
+
+    def with_reference(self, microbatches: Sequence[Batch], step: int) -> list[Batch]:
+        """Return the microbatches with the reference's log-probabilities, on the last stage. Collective.
+
+        Those of context ranks, each of its positions, add up.
+        """
         return self.reference.annotated(self._of_reference, microbatches, step, self._reference_sums)
 
     def _reference_sums(self, microbatch: Batch, output: Any) -> Tensor:
@@ -97,7 +110,10 @@ class DirectPreference(LanguageModelling):
         assert microbatch.labels is not None and microbatch.reference is not None
         policy = self._by_completion(-self.label_losses(microbatch, output), microbatch)
         lengths = self._by_completion((microbatch.labels != IGNORED).to(policy.dtype), microbatch)
-        sums = torch.stack([policy, microbatch.reference.to(policy.dtype), lengths])
+        reference = microbatch.reference.to(policy.dtype)
+        if self.is_precomputed and self.model.layout.index(Axis.CONTEXT):
+            reference = torch.zeros_like(reference)  # of whole completions: the first rank's count
+        sums = torch.stack([policy, reference, lengths])
         if self.model.context is not None:
             with LOG_PROBABILITIES:
                 dist.all_reduce(sums, group=self.model.context.group)

@@ -42,6 +42,11 @@ CASES = {
         preference(dpo={"length_normalised": True}),
         "dpo alone",
     ),
+    "dpo-precompute-reference": case(
+        preference(objective="sft", dpo={"precompute_reference": True}),
+        preference(dpo={"precompute_reference": True}),
+        "dpo alone",
+    ),
     "ipo-smoothing": case(
         preference(dpo={"loss": "ipo", "label_smoothing": 0.1}), preference(dpo={"loss": "ipo"}), "no labels to smooth"
     ),
