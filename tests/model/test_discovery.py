@@ -260,7 +260,12 @@ def test_heads_may_have_a_size_of_their_own(attention: str) -> None:
             Axis.CONTEXT,
             "chooses the keys that a token looks at over whole sequences (config.index_topk)",
         ),
-        ("deepseek_v4", Axis.PIPELINE, "blocks of deepseek_v4 hand on 4 dims, and stages [B, S, H]"),
+        (
+            "qwen4_exp_text",
+            Axis.PIPELINE,
+            "blocks of qwen4_exp_text hand on 3 dims of 128 features, and stages [B, S, 32]",
+        ),
+        ("deepseek_v4", Axis.PIPELINE, "blocks of deepseek_v4 hand on 4 dims of 32 features, and stages [B, S, 32]"),
     ],
 )
 def test_what_looks_at_whole_sequences_or_has_several_streams(model_type: str, axis: Axis, reason: str) -> None:

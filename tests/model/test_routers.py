@@ -21,6 +21,13 @@ def test_routers_and_biases_are_found_beside_their_experts() -> None:
     assert correction_biases(model) == {"model.layers.1.mlp.experts": "model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
+def test_a_class_for_tokens_that_skip_the_experts_leaves_the_router_out() -> None:
+    model = build_model(Job.model_validate({"model": {"config": toy_config("qwen3_moe")}}))
+    router: Any = model.get_submodule("model.layers.1.mlp.gate")
+    router.weight = type(router.weight)(router.weight.new_empty(router.weight.shape[0] + 1, router.weight.shape[1]))
+    assert [*find_routers(model)] == ["model.layers.0.mlp.experts"]
+
+
 def test_layers_of_different_numbers_of_experts_have_no_common_loss() -> None:
     model = build_model(Job.model_validate({"model": {"config": toy_config("qwen3_moe")}}))
     assert len(find_routers(model)) == 2

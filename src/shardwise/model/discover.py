@@ -327,8 +327,11 @@ def _stages(
     if capability.ok and compiled is not None:
         reason = f"{compiled} is compiled by torch.compile, which keeps the layers that a stage leaves out"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    if capability.ok and isinstance(model, PreTrainedModel) and forward.hidden_dims not in (0, 3):
-        reason = f"blocks of {model.config.model_type} hand on {forward.hidden_dims} dims, and stages [B, S, H]"
+    shape, hidden = forward.handed_shape, _number(_text_config(model), HIDDEN)
+    is_other = bool(shape) and (len(shape) != 3 or shape[-1] != (hidden or shape[-1]))
+    if capability.ok and isinstance(model, PreTrainedModel) and is_other:
+        handed_on = f"{len(shape)} dims of {shape[-1]} features"
+        reason = f"blocks of {model.config.model_type} hand on {handed_on}, and stages [B, S, {hidden}]"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if capability.ok and forward.takes_outer_gradient:
         reason = f"{definition_of(model)} takes a gradient through its blocks"

@@ -103,7 +103,7 @@ class ForwardProbe:
     attention_arguments: tuple[str, ...] = ()
     attention_calls: tuple[AttentionFacts, ...] = ()
     mixes_positions: bool = False  # by a convolution or a scan
-    hidden_dims: int = 0  # of what the last block returns first; 0 for no tensor
+    handed_shape: tuple[int, ...] = ()  # of what the last block returns first; empty for no tensor
     takes_outer_gradient: bool = False  # the forward takes a gradient while no block runs
     blocks_without_gradient: bool = False  # blocks run where gradients are off, as in a checkpoint with reentry
     outside_reads: tuple[str, ...] = ()  # parameters read where neither their module nor its block ran
@@ -466,7 +466,7 @@ class _RecordedForward:
                 for call, module in zip(self.attention.calls, self.attention.modules, strict=True)
             ),
             mixes_positions=functions.mixes_positions,
-            hidden_dims=blocks[-1].outputs[0].dim() if blocks and isinstance(blocks[-1].outputs[0], Tensor) else 0,
+            handed_shape=tuple(getattr(blocks[-1].outputs[0], "shape", ())) if blocks else (),
             outside_reads=tuple(sorted(functions.outside_reads)),
             takes_outer_gradient=functions.takes_outer_gradient,
             blocks_without_gradient=any(block.without_gradient for blocks in self.blocks for block in blocks),

@@ -31,8 +31,9 @@ def config_as_given(model: nn.Module, adds_loss: bool) -> PreTrainedConfig:
 def find_routers(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Return stack of experts -> (its router, the number of its output that holds the logits).
 
-    A stack is left out where it has no router beside it that transformers records, or several. There are none where
-    layers have different numbers of experts, over which no one loss could be taken.
+    A stack is left out where it has no router beside it that transformers records, or several, and where the router
+    has other classes than experts, such as one for tokens that skip them. There are none where layers have different
+    numbers of experts, over which no one loss could be taken.
     """
     recorded, stacks = _recorded_routers(model), expert_stacks(model)
     if len(set(stacks.values())) > 1:
@@ -41,7 +42,7 @@ def find_routers(model: nn.Module) -> dict[str, tuple[str, int]]:
     for stack in stacks:
         parent = stack.rpartition(".")[0]
         beside = [name for name in recorded if name.rpartition(".")[0] == parent]
-        if len(beside) == 1:
+        if len(beside) == 1 and _has_classes(model.get_submodule(beside[0]), stacks[stack]):
             routers[stack] = beside[0], recorded[beside[0]]
     return routers
 
@@ -60,6 +61,11 @@ def correction_biases(model: nn.Module) -> dict[str, str]:
         if len(names) == 1:
             biases[stack] = names[0]
     return biases
+
+
+def _has_classes(router: nn.Module, number: int) -> bool:
+    """Return True if a weight or buffer of the router has a row for each of `number` experts."""
+    return any(number in tensor.shape for tensor in (*router.parameters(), *router.buffers()))
 
 
 def _recorded_routers(model: nn.Module) -> dict[str, int]:
