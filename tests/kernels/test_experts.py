@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Llama4TextConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from shardwise.kernels import experts as kernels
 from shardwise.kernels.experts import SortedExperts, permute_rows, select_rows, sum_rows
+from shardwise.model.experts import ExpertCall, call_of
 
 COUNTS = [3, 0, 5, 1]
 
@@ -50,6 +53,36 @@ def test_sorted_rows_give_what_the_stack_gives(make: Any, implementation: str) -
     assert (kernel.name == "grouped products") == (implementation == "grouped_mm")
     expected = outcome(stack, stack, rows, numbers, torch.ones(len(rows), 1))
     torch.testing.assert_close(outcome(experts, stack, rows, counts), expected)
+
+
+def of_llama4() -> nn.Module:
+    return Llama4TextExperts(Llama4TextConfig(hidden_size=8, intermediate_size=12, num_local_experts=len(COUNTS)))
+
+
+def of_jetmoe() -> nn.Module:
+    return JetMoeParallelExperts(len(COUNTS), 8, 12)
+
+
+def one_by_one(stack: Any, rows: Tensor) -> Tensor:
+    """Return what each expert makes of its rows, from the definition."""
+    parts = rows.split(COUNTS)
+    if isinstance(stack, JetMoeParallelExperts):
+        return torch.cat([part @ weight.T for part, weight in zip(parts, stack.weight, strict=True)])
+    halves = [(part @ weight).chunk(2, -1) for part, weight in zip(parts, stack.gate_up_proj, strict=True)]
+    inner = [up * nn.functional.silu(gate) for gate, up in halves]
+    return torch.cat([part @ weight for part, weight in zip(inner, stack.down_proj, strict=True)])
+
+
+@pytest.mark.parametrize("make, call", [(of_jetmoe, ExpertCall.SORTED), (of_llama4, ExpertCall.DENSE)])
+def test_sorted_rows_of_stacks_that_no_router_calls(make: Any, call: ExpertCall) -> None:
+    stack: Any = make().double()
+    for parameter in stack.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    assert call_of(stack) is call
+    rows = torch.randn(sum(COUNTS), 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = outcome(lambda rows: one_by_one(stack, rows), stack, rows)
+    ours = outcome(SortedExperts(stack, stack.forward, call), stack, rows, torch.tensor(COUNTS))
+    torch.testing.assert_close(ours, expected)
 
 
 def test_gradients_of_rows() -> None:

@@ -26,6 +26,7 @@ def published(model_type: str) -> bool:
 
 
 FAMILIES = [name for name in language_model_types("causal_lm") if published(name)]
+FAMILIES += ["dbrx", "jetmoe", "llama4_text"]  # transformers has no plan for these, whose experts are stacks as well
 
 
 TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}

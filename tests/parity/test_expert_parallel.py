@@ -82,8 +82,8 @@ def test_a_rank_keeps_whole_experts(world_pool: WorldPool, corpora: Path) -> Non
     "family, task, reason",
     [
         ("switch_transformers", "seq2seq_lm", "drop tokens beyond their capacity"),
-        ("llama4_text", "causal_lm", "no stack of experts that is called with hidden states"),
-        ("jetmoe", "causal_lm", "no stack of experts that is called with hidden states"),
+        ("doge", "causal_lm", "no stack of experts that is called in a way of transformers'"),
+        ("longcat_flash", "causal_lm", "does not say in 'num_experts' how many experts it has"),
     ],
 )
 def test_experts_that_ranks_cannot_share_are_refused(family: str, task: str, reason: str) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.model.experts import is_grouped
+from shardwise.model.experts import ExpertCall, is_grouped
 
-ExpertForward = Callable[[Tensor, Tensor, Tensor], Tensor]  # of transformers: hidden states, numbers, weights
+ExpertForward = Callable[..., Tensor]  # of transformers, which takes what `ExpertCall` says
 GROUPED_CAPABILITY = (8, 0)  # of a GPU, from which on torch has grouped products
 
 
@@ -28,10 +28,12 @@ class SortedExperts:
     Attributes:
         stack: the module, with its experts of this rank.
         forward: its own, as it was before anything was put around it.
+        call: what that takes.
     """
 
     stack: nn.Module
     forward: ExpertForward
+    call: ExpertCall = ExpertCall.ROUTED
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs [R, H] of `rows` [R, H], of which each expert has `counts` [experts]; R > 0."""
@@ -75,8 +77,22 @@ def _grouped(experts: SortedExperts, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _by_own_forward(experts: SortedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    if experts.call is ExpertCall.SORTED:
+        return experts.forward(rows, counts.tolist())
+    if experts.call is ExpertCall.DENSE:
+        return _by_dense_forward(experts, rows, counts)
     numbers = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-    return experts.forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+    return experts.forward(rows, numbers[:, None], rows.new_ones(len(rows), 1)).flatten(0, -2)
+
+
+def _by_dense_forward(experts: SortedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+    """Compute [experts * most, H], in which an expert's rows are filled up with zeros."""
+    number, most = len(counts), int(counts.max())
+    firsts = torch.arange(number, device=rows.device) * most - (counts.cumsum(0) - counts)
+    places = torch.arange(len(rows), device=rows.device)
+    places = places + firsts.repeat_interleave(counts, output_size=len(rows))
+    outputs = experts.forward(sum_rows(rows, places, number * most))
+    return select_rows(outputs, places)
 
 
 KERNELS = (

@@ -26,7 +26,14 @@ from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
-from shardwise.model.experts import computes_grouped, expert_capability, expert_matrices, expert_stacks, is_routed
+from shardwise.model.experts import (
+    NUMBER,
+    computes_grouped,
+    expert_capability,
+    expert_matrices,
+    expert_stacks,
+    holds_experts,
+)
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
@@ -166,7 +173,7 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
     """Return what is known of the experts of a model; without some, that there are none."""
     return {
         "idle_parameters": _idle_parameters(model, config),
-        "experts_of_token": _number(config, EXPERTS_OF_TOKEN) or 0,
+        "experts_of_token": experts_of_token(config) or 0,
         "expert_stacks": expert_stacks(model),
         "expert_matrices": expert_matrices(model),
         "routers": find_routers(model),
@@ -554,13 +561,21 @@ def _intermediate(block: nn.Module | None, hidden: int) -> int:
     return max((rows for rows, columns in shapes if columns == hidden != rows and (hidden, rows) in shapes), default=0)
 
 
+def experts_of_token(config: Any) -> int | None:
+    """Return to how many experts a token goes; DBRX says it of its MLPs."""
+    return _number(config, EXPERTS_OF_TOKEN) or _number(getattr(config, "ffn_config", None), EXPERTS_OF_TOKEN)
+
+
 def _idle_parameters(model: nn.Module, config: Any) -> int:
-    """Return how many parameters of stacked experts, [experts, ...], a token does not go through."""
-    chosen = _number(config, EXPERTS_OF_TOKEN)
+    """Return how many parameters of stacked experts a token does not go through."""
+    chosen = experts_of_token(config)
     if chosen is None:
         return 0
-    stacks = [stack for module in model.modules() if is_routed(module) for stack in module.parameters()]
-    return sum(stack.numel() // len(stack) * max(0, len(stack) - chosen) for stack in stacks)
+    idle = 0
+    for module in filter(holds_experts, model.modules()):
+        number = getattr(module, NUMBER, None) or max(map(len, module.parameters()), default=1)
+        idle += _count([module]) // number * max(0, number - chosen)
+    return idle
 
 
 def _max_positions(model: nn.Module, config: Any) -> int | None:

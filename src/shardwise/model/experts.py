@@ -1,36 +1,109 @@
 """Finds the stacks of experts in a model, and whether ranks can share them out.
 
-Nearly all of transformers' mixtures keep the experts of a layer in one module, every parameter of which is a stack
-[experts, ...], and call it with (hidden states [T, H], experts of each token [T, k], their weights [T, k]). The router
-stays outside. That call is the one seam of expert parallelism.
+Transformers' mixtures keep the experts of a layer in one module, every parameter of which is a stack [experts, ...], or
+[experts * width, ...]. The router stays outside. The module's call is the one seam of expert parallelism. There are
+three forms of it, `ExpertCall`, which are told apart by what a forward takes and does.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from enum import Enum, auto
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from shardwise.model.capability import Capability, unless
 
 # Arguments of the forward of experts, in the two spellings of transformers.
 ROUTED = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])
+SORTED = ["inputs", "expert_size"]
+DENSE = ["hidden_states"]
 NUMBER = "num_experts"  # attribute of experts that says how many there are
 GROUPED = "grouped_mm"  # transformers' implementation by grouped products, its default
 TRANSPOSED = "is_transposed"  # and the one that says that their stacks are [experts, inputs, outputs]
 
 
+class ExpertCall(Enum):
+    """Arguments that a module of experts is called with.
+
+    Attributes:
+        ROUTED: hidden states [T, H], the experts of each token [T, k] and their weights [T, k].
+        SORTED: rows [R, H] that are sorted by expert, and how many each expert has (JetMoE).
+        DENSE: [experts * T, H], each token for each expert, times its score; 0 for those it does not go to (Llama 4).
+    """
+
+    ROUTED = auto()
+    SORTED = auto()
+    DENSE = auto()
+
+
+def call_of(module: nn.Module) -> ExpertCall | None:
+    """Return what `module` is called with where it computes experts, else None."""
+    arguments = list(inspect.signature(module.forward).parameters)
+    if arguments in ROUTED:
+        return ExpertCall.ROUTED
+    if arguments == SORTED:
+        return ExpertCall.SORTED
+    return ExpertCall.DENSE if arguments == DENSE and _is_dense(module) else None
+
+
 def is_routed(module: nn.Module) -> bool:
-    """Tell whether a module computes experts: it takes what a router of transformers' gives."""
-    return list(inspect.signature(module.forward).parameters) in ROUTED
+    """Tell whether a module computes experts and takes what a router of transformers' gives."""
+    return call_of(module) is ExpertCall.ROUTED
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Tell whether a module computes experts, whatever it is called with."""
+    return call_of(module) is not None
+
+
+def _is_dense(module: nn.Module) -> bool:
+    """Tell whether a module has matrices [experts, ., .] alone, and first of all takes its rows as [experts, T, H]."""
+    number: Any = getattr(module, NUMBER, None)
+    parameters = list(module.parameters())
+    if not parameters or len(list(module.parameters(recurse=False))) < len(parameters):
+        return False
+    if any(parameter.dim() != 3 or len(parameter) != number for parameter in parameters):
+        return False
+    tokens = number + 1
+    return any(
+        _first_result(module, torch.empty(number * tokens, width, device="meta")) == (number, tokens, width)
+        for width in parameters[0].shape[1:]
+    )
+
+
+def _first_result(module: nn.Module, rows: Tensor) -> tuple[int, ...]:
+    """Return the shape of the first tensor that the forward of `module` makes of `rows`; () where there is none."""
+    try:
+        with _FirstResult():
+            module.forward(rows)
+    except _FirstTensorMade as made:
+        return tuple(made.args[0].shape)
+    except Exception:  # whatever a forward raises that takes no such rows
+        return ()
+    return ()
+
+
+class _FirstTensorMade(Exception):
+    """The first tensor of a forward, which ends there."""
+
+
+class _FirstResult(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            raise _FirstTensorMade(result)
+        return result
 
 
 def expert_stacks(model: nn.Module) -> dict[str, int]:
     """Return the modules that ranks can share out, by name, each with the number of its experts."""
-    return {name: getattr(module, NUMBER) for name, module in _routed(model) if not _unlike_stacks(module)}
+    return {name: getattr(module, NUMBER) for name, module in _experts(model) if not _unlike_stacks(module)}
 
 
 def computes_grouped(model: nn.Module) -> bool:
@@ -38,7 +111,7 @@ def computes_grouped(model: nn.Module) -> bool:
 
     The config says so to experts whose forward transformers has wrapped; others compute in their own way.
     """
-    return any(is_grouped(module) for _, module in _routed(model))
+    return any(is_grouped(module) for _, module in _experts(model))
 
 
 def is_grouped(experts: nn.Module) -> bool:
@@ -48,8 +121,8 @@ def is_grouped(experts: nn.Module) -> bool:
 
 
 def expert_matrices(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the stacks [experts, outputs, inputs] in these modules."""
-    modules = [(name, model.get_submodule(name)) for name in expert_stacks(model)]
+    """Return the names of the stacks [experts, outputs, inputs] in these modules, of those that routers call."""
+    modules = [(name, module) for name in expert_stacks(model) if is_routed(module := model.get_submodule(name))]
     return tuple(
         f"{name}.{leaf}"
         for name, module in modules
@@ -71,29 +144,37 @@ def _obstacles(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[str]:
     name = model.config.model_type
     if getattr(model.config, "expert_capacity", None):
         yield f"the experts of {name} drop tokens beyond their capacity, so that the result depends on the batch"
-    routed = dict(_routed(model))
-    if not routed:
-        yield f"{name} has no stack of experts that is called with hidden states, expert numbers and weights"
-    for expert_name, module in routed.items():
+    experts = dict(_experts(model))
+    if not experts:
+        yield f"{name} has no stack of experts that is called in a way of transformers'"
+    for expert_name, module in experts.items():
         if unlike := _unlike_stacks(module):
             yield f"{expert_name!r} of {name} {unlike}"
         if not expert_name.startswith(tuple(f"{block}." for block in blocks)):
             yield f"{expert_name!r} of {name} is outside of the blocks"
 
 
-def _routed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if is_routed(module))
+def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if holds_experts(module))
 
 
 def _unlike_stacks(module: nn.Module) -> str:
-    """Return why a routed module is no stack of experts whose rows ranks could share; empty where it is one."""
+    """Return why a module of experts is no stack whose rows ranks could share; empty where it is one."""
     number: Any = getattr(module, NUMBER, None)
     if not isinstance(number, int) or number < 2:
         return f"does not say in {NUMBER!r} how many experts it has"
     for leaf, parameter in module.named_parameters():
-        if not parameter.dim() or len(parameter) != number:
+        owner = module.get_submodule(leaf.rpartition(".")[0])
+        if not parameter.dim() or (len(parameter) != number and not _is_flat(parameter, number, owner)):
             return f"holds {leaf!r} {list(parameter.shape)} beside its {number} experts"
     return ""
+
+
+def _is_flat(parameter: Tensor, number: int, owner: nn.Module) -> bool:
+    """Tell whether `parameter` is [experts * width, features]: its owner knows the width, and not the product."""
+    width, rest = divmod(len(parameter), number)
+    sizes = {size for size in vars(owner).values() if isinstance(size, int)}
+    return parameter.dim() == 2 and not rest and width in sizes and len(parameter) not in sizes
 
 
 def indivisible(stacks: Mapping[str, int], degree: int) -> str:

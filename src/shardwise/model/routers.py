@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from shardwise.model.experts import expert_stacks
+from shardwise.model.experts import expert_stacks, is_routed
 
 CORRECTION_BIAS = "e_score_correction_bias"  # buffer of routers that are balanced by a bias instead of a loss
 RECORDED = "router_logits"
@@ -32,10 +32,11 @@ def find_routers(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Return stack of experts -> (its router, the number of its output that holds the logits).
 
     A stack is left out where it has no router beside it that transformers records, or several, and where the router
-    has other classes than experts, such as one for tokens that skip them. There are none where layers have different
-    numbers of experts, over which no one loss could be taken.
+    has other classes than experts, such as one for tokens that skip them, or its weights do not reach the stack. There
+    are none where layers have different numbers of experts, over which no one loss could be taken.
     """
-    recorded, stacks = _recorded_routers(model), expert_stacks(model)
+    recorded = _recorded_routers(model)
+    stacks = {name: number for name, number in expert_stacks(model).items() if is_routed(model.get_submodule(name))}
     if len(set(stacks.values())) > 1:
         return {}
     routers: dict[str, tuple[str, int]] = {}

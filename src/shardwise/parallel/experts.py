@@ -9,10 +9,13 @@ of its sender's local index. The ranks of that host then share the experts among
 comes back is the sum of that host's experts. So the network carries a token once a host and not once an expert.
 
 Tensor ranks hold the same tokens, and each sends a part of them. With sequence parallelism they hold parts already.
+
+Experts that are called in another way (`ExpertCall`) get rows that have one expert each, with weight 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +26,7 @@ from shardwise.collectives.experts import RowExchange, exchange_counts
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import SequenceRows, gather_whole_sequence, scatter_sequence
 from shardwise.kernels.experts import SortedExperts, permute_rows, select_rows, sum_rows
+from shardwise.model.experts import ExpertCall
 from shardwise.parallel.layout import ExpertLevels
 
 FAKE = "fake"  # the backend of a dry run
@@ -46,15 +50,54 @@ class SharedExperts:
     levels: ExpertLevels
     tensor: dist.ProcessGroup | None = None
 
+    @property
+    def forward(self) -> Callable[..., Tensor]:
+        """Return the function that takes the place of the module's forward."""
+        forwards = {ExpertCall.ROUTED: self.run, ExpertCall.SORTED: self.run_sorted, ExpertCall.DENSE: self.run_dense}
+        return forwards[self.experts.call]
+
     @torch.compiler.disable
     def run(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts. Collective over `levels`, and over `tensor`.
 
         Args:
-            hidden_states: [T, H].
+            hidden_states: [T, H], or [B, S, H] of as many tokens.
             experts: [T, k], numbers of the experts of each token.
             weights: [T, k].
         """
+        outputs = self._run_tokens(hidden_states.flatten(0, -2), experts, weights)
+        return outputs.view(*hidden_states.shape[:-1], outputs.shape[-1])
+
+    @torch.compiler.disable
+    def run_sorted(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """Return the outputs [R, ...] of `inputs` [R, H], sorted by expert; each has `expert_size` of them. Collective.
+
+        All ranks of `tensor` have the same rows.
+        """
+        sizes = torch.tensor(expert_size, device=inputs.device)
+        numbers = torch.arange(self.number, device=inputs.device).repeat_interleave(sizes, output_size=len(inputs))
+        return self._run_rows(inputs, numbers)
+
+    @torch.compiler.disable
+    def run_dense(self, hidden_states: Tensor) -> Tensor:
+        """Return the outputs of `hidden_states` [number * T, H], T for each expert, without the zeros. Collective.
+
+        The experts have no biases: a row of zeros comes out as zeros and has no part in a gradient.
+        """
+        tokens = len(hidden_states) // self.number
+        if dist.get_backend(self.levels.all) == FAKE:
+            places = torch.arange(tokens, device=hidden_states.device) * self.number  # as many for each expert
+        else:
+            places = hidden_states.detach().ne(0).any(1).nonzero().squeeze(1)  # NaN is not 0: it travels
+        outputs = self._run_rows(select_rows(hidden_states, places), places // max(1, tokens))
+        return sum_rows(outputs, places, len(hidden_states))
+
+    def _run_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Run `rows` [R, H], each on the one expert that `numbers` [R] says."""
+        return self._run_tokens(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+
+    def _run_tokens(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Run the experts of tokens, of which each rank of `tensor` sends a part."""
         if self.tensor is None:
             return self._run_own(hidden_states, experts, weights)
         rows = SequenceRows(self.tensor, dist.get_rank(self.tensor), 1, len(hidden_states))

@@ -99,11 +99,12 @@ class ParameterSplit:
 
 
 def narrow_parameters(module: nn.Module, splits: Mapping[str, ParameterSplit]) -> None:
-    """Narrow a module's own parameters (on the meta device) to this rank's part."""
+    """Narrow parameters of a module, or of modules in it, (on the meta device) to this rank's part."""
     for leaf, split in splits.items():
         parameter = module.get_parameter(leaf)
         local = parameter.new_empty(split.local_shape())
-        module.register_parameter(leaf, nn.Parameter(local, requires_grad=parameter.requires_grad))
+        owner, _, name = leaf.rpartition(".")
+        module.get_submodule(owner).register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
 
 def gather_split(part: Tensor, split: ParameterSplit, group: dist.ProcessGroup) -> Tensor:

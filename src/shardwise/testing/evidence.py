@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.model.experts import is_routed
+from shardwise.model.experts import holds_experts
 from shardwise.plan.plan import Plan
 from shardwise.testing.batch_check import Misread
 from shardwise.testing.capture import Captured
@@ -71,8 +71,8 @@ class Evidence:
 
     @cached_property
     def expert_tensors(self) -> list[str]:
-        """Return the parameters of experts that are called with what a router gives."""
-        stacks = tuple(f"{name}." for name, module in self.oracle.model.named_modules() if is_routed(module))
+        """Return the parameters of experts."""
+        stacks = tuple(f"{name}." for name, module in self.oracle.model.named_modules() if holds_experts(module))
         return [name for name in self.right if name.startswith(stacks or "\0")]
 
     @cached_property

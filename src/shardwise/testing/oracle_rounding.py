@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.model.experts import is_routed
+from shardwise.model.experts import holds_experts
 from shardwise.testing.comparison import Tolerance, compare_tensors
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.widening import WithoutNarrowing
@@ -87,7 +87,7 @@ def _rounded_elsewhere(oracle: Oracle, step: int, dtype: torch.dtype) -> list[Lo
     tie, falls one way or the other. One run may have none of that, where another has some.
     """
     runs = []
-    has_routers = any(is_routed(module) for module in oracle.model.modules())
+    has_routers = any(holds_experts(module) for module in oracle.model.modules())
     for draw in range(DRAWS_OF_ROUTERS if has_routers else DRAWS):
         with _rounded_outputs(oracle.models(), dtype, torch.Generator().manual_seed(draw)):
             runs.append(_run(oracle, step))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.job.schema import Job
-from shardwise.model.discover import EXPERTS_OF_TOKEN
+from shardwise.model.discover import experts_of_token
 from shardwise.model.routers import correction_biases, find_routers
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -35,7 +35,7 @@ class RouterReference:
         self.coefficient = coefficient if self.kind in ("global", "layer", "sequence", "model") else 0.0
         self.microbatch = job.training.microbatch_size or 1
         self.z_loss, self.rate = section.z_loss, section.bias_update_rate
-        self.chosen: int = next((getattr(config, name) for name in EXPERTS_OF_TOKEN if getattr(config, name, None)), 0)
+        self.chosen: int = experts_of_token(config) or 0
         self.model = model
         self.assigned: Tensor | None = None  # choices of the step, [layers, experts]
         self.rows = 0  # tokens of the step

@@ -47,6 +47,10 @@ LATENT: dict[str, Any] = {"num_key_value_heads": 4}  # multi-head latent attenti
 SPARSE: dict[str, Any] = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 EXTRAS: dict[str, dict[str, Any]] = {
     "axk2": {**LATENT, "first_k_dense_replace": 1},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {**LATENT, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
     **{name: {**LATENT, **SPARSE} for name in ("axk1", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "sarvam_mla")},
     "bailing_hybrid": {

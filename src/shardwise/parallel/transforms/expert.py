@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.job.axes import Axis
 from shardwise.kernels.experts import SortedExperts
-from shardwise.model.experts import NUMBER
+from shardwise.model.experts import NUMBER, ExpertCall, call_of
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, StageBuilder, Transform
 from shardwise.parallel.experts import SharedExperts
@@ -40,11 +40,12 @@ def _share_experts(stage: StageBuilder, name: str, number: int, inputs: BuildInp
     """Keep this rank's experts of the module `name` (on the meta device); return how its parameters were split."""
     layout, plan = inputs.layout, inputs.plan
     module: Any = stage.model.get_submodule(name)
+    call = call_of(module) or ExpertCall.ROUTED
     splits = keep_own_experts(module, name, number, layout.experts.degree, layout.experts.expert)
     same_tokens = plan.degrees[Axis.TENSOR] > 1 and not plan.sequence_parallel
     tensor = layout.group(Axis.TENSOR) if same_tokens else None
-    own = SortedExperts(module, module.forward)
-    module.forward = SharedExperts(name, own, number, layout.experts.levels(), tensor).run
+    own = SortedExperts(module, module.forward, call)
+    module.forward = SharedExperts(name, own, number, layout.experts.levels(), tensor).forward
     return splits
 
 
@@ -55,7 +56,7 @@ def keep_own_experts(stack: nn.Module, name: str, number: int, degree: int, inde
         How each parameter was split, by its name in the model.
     """
     splits = {
-        leaf: ParameterSplit(tuple(parameter.shape), 0, (number,), degree, index, axis=Axis.EXPERT)
+        leaf: ParameterSplit(tuple(parameter.shape), 0, (len(parameter),), degree, index, axis=Axis.EXPERT)
         for leaf, parameter in stack.named_parameters()
     }
     narrow_parameters(stack, splits)

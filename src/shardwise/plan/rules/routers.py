@@ -20,8 +20,8 @@ RULES: tuple[Rule, ...] = (
          "in every layer",
          lambda d: _has_losses(d) and not d.facts.routers,
          fix="use balancing_loss none and z_loss 0",
-         because=lambda d: f"{d.facts.family} has no router beside stacks of experts that transformers records, "
-         "or other numbers of experts in other layers"),
+         because=lambda d: f"{d.facts.family} has no router that transformers records beside experts that take its "
+         "weights, or other numbers of experts in other layers"),
     Rule("router-coefficient", (BALANCING, COEFFICIENT), "the balancing loss needs a factor",
          lambda d: d.balances and d.job.router.balancing_coefficient is None and not d.facts.balancing_coefficient,
          fix="set router.balancing_coefficient, 0.01 say"),

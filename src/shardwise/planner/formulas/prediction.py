@@ -197,13 +197,15 @@ def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, A
     """Return what a shape says of experts in stacks; nothing where there are none."""
     if not facts.expert_stacks or not facts.experts_of_token:
         return {}
-    first, number = next(iter(facts.expert_stacks.items()))
-    one = sum(math.prod(facts.parameter_shapes[name]) for name in facts.stacked_parameters(first))
+    number = next(iter(facts.expert_stacks.values()))
+    owners = {block.name for block in facts.blocks for name in facts.expert_stacks if name.startswith(f"{block.name}.")}
+    stacked = sum(math.prod(facts.parameter_shapes[name]) for name in facts.expert_parameters)
+    one = stacked // max(1, len(owners))  # of a block, which may have several stacks
     return {
         "experts": number,
         "experts_of_token": facts.experts_of_token,
         "expert_width": one // ((3 if gated else 2) * facts.hidden_size * number),
-        "stacked": one * len(facts.expert_stacks) // max(1, layers),
+        "stacked": stacked // max(1, layers),
     }
 
 

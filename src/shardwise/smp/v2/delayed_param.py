@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.model.experts import is_routed
+from shardwise.model.experts import holds_experts
 from shardwise.model.initializers import run_initializer
 from shardwise.smp.v2.expert_ranks import SEED
 from shardwise.smp.v2.session import state
@@ -77,7 +77,7 @@ class DelayedParamIniter:
         for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
                 setattr(module, leaf, torch.empty_like(buffer, device=state.device))
-        seed = vars(self.model).get(SEED, state.random_seed) if is_routed(module) else state.random_seed
+        seed = vars(self.model).get(SEED, state.random_seed) if holds_experts(module) else state.random_seed
         with seeded(int(seed), name, state.device):
             if self.own is not None:
                 self.own(module)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis
 from shardwise.kernels.experts import ExpertForward, SortedExperts
-from shardwise.model.experts import indivisible
+from shardwise.model.experts import ExpertCall, call_of, indivisible
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.experts import SharedExperts
 from shardwise.parallel.layout import ExpertLevels
@@ -49,8 +49,9 @@ def share_experts(model: nn.Module, facts: ModelFacts, ranks: ExpertRanks) -> di
     for name, number in facts.expert_stacks.items():
         stack: Any = model.get_submodule(name)
         splits |= keep_own_experts(stack, name, number, ranks.degree, ranks.index())
-        own = SortedExperts(stack, _with_scaled_gradients(stack.forward, factor))
-        stack.forward = SharedExperts(name, own, number, ExpertLevels(ranks.sharing()), tensor).run
+        call = call_of(stack) or ExpertCall.ROUTED
+        own = SortedExperts(stack, _with_scaled_gradients(stack.forward, factor), call)
+        stack.forward = SharedExperts(name, own, number, ExpertLevels(ranks.sharing()), tensor).forward
         vars(stack)[SHARED] = ranks
     return splits
 
@@ -58,8 +59,8 @@ def share_experts(model: nn.Module, facts: ModelFacts, ranks: ExpertRanks) -> di
 def _with_scaled_gradients(forward: ExpertForward, factor: float) -> ExpertForward:
     """Return `forward` with its parameters' gradients times `factor`, and no other's."""
 
-    def run(rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        outputs: Tensor = forward(_ScaledGradient.apply(rows, 1 / factor), experts, weights)
+    def run(rows: Tensor, *routes: Any) -> Tensor:
+        outputs: Tensor = forward(_ScaledGradient.apply(rows, 1 / factor), *routes)
         scaled: Tensor = _ScaledGradient.apply(outputs, factor)
         return scaled
 

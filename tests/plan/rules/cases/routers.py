@@ -17,7 +17,7 @@ SEQUENCE = {"router": {"balancing_loss": "sequence"}}
 MODEL = {"router": {"balancing_loss": "model"}, "training": {"microbatch_size": 1}}
 
 CASES = {
-    "router-model": case(GLOBAL, GLOBAL, "has no router beside stacks of experts", CPU4, FACTS, ROUTED),
+    "router-model": case(GLOBAL, GLOBAL, "has no router that transformers records", CPU4, FACTS, ROUTED),
     "router-coefficient": case(
         GLOBAL, GLOBAL, "set router.balancing_coefficient", CPU4, replace(ROUTED, balancing_coefficient=0.0), ROUTED
     ),

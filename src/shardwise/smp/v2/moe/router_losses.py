@@ -35,8 +35,8 @@ def add_router_losses(
         return
     if not facts.routers:
         raise ConfigError(
-            f"{WHERE}: {facts.family} has no router beside stacks of experts that transformers records; use "
-            "moe_load_balancing='none' and moe_z_loss_coeff=0"
+            f"{WHERE}: {facts.family} has no router that transformers records beside experts that take its weights; "
+            "use moe_load_balancing='none' and moe_z_loss_coeff=0"
         )
     if config.balancing and getattr(model.config, "output_router_logits", False):
         raise ConfigError(
