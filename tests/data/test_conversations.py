@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -89,38 +89,60 @@ def test_pairs_are_texts_or_messages() -> None:
     assert texts.chosen == TextPair("f", "2+3?", "5")
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "no messages in messages, found \\[\\]": ("chat", {"messages": []}),
-    "no messages; data.format=chat": ("chat", {"messages": None}),
-    "message 1 of messages: unknown role 'asistant'. Did you mean 'assistant'": (
-        "chat",
-        {"messages": [{"role": "asistant", "content": "5"}]},
+class BadRow(NamedTuple):
+    """A row that cannot be used: its format, what is said of it, and what to do."""
+
+    format: str
+    problem: str
+    fix: str
+    row: dict[str, Any]
+
+
+def bad_messages(problem: str, fix: str, *messages: Any, **columns: Any) -> BadRow:
+    return BadRow("chat", problem, fix, {"messages": list(messages), **columns})
+
+
+BAD_ROWS = [
+    bad_messages("no messages in messages, found []", "give a list of objects with role and content"),
+    BadRow("chat", "no messages; data.format=chat", "fill it, or remove the row", {"messages": None}),
+    bad_messages("message 1 of messages: expected an object", "give one, or remove the row", "5"),
+    bad_messages(
+        "message 1 of messages: unknown role 'asistant'", "'assistant'?", {"role": "asistant", "content": "5"}
     ),
-    "message 2 of messages: an empty content": (
-        "chat",
-        {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
+    bad_messages("message 1 of messages: unknown role 5", "Known: ", {"role": 5, "content": "5"}),
+    bad_messages("message 2 of messages: an empty content", "remove the row", QUESTION, ANSWER | {"content": " "}),
+    bad_messages("message 1 of messages: no content, its keys are ['role']", "give it content", {"role": "user"}),
+    bad_messages("parts that are no text", "leave them out", QUESTION | {"content": [{"type": "image"}]}, ANSWER),
+    bad_messages("expected text, found int 5", "write it as text", QUESTION | {"content": 5}, ANSWER),
+    bad_messages("system: expected text, found list", "write it as text", QUESTION, ANSWER, system=["Be brief."]),
+    bad_messages("weight=0", "remove the row", QUESTION, ANSWER | {"weight": 0}),
+    bad_messages("tools is a text, but not valid JSON", "write a list of JSON schemas", QUESTION, ANSWER, tools="add"),
+    bad_messages("tools must be a list of JSON schemas", "or leave tools out", QUESTION, ANSWER, tools={"name": "add"}),
+    BadRow("prompt_completion", "an empty completion", "remove the row", {"prompt": "2+3?", "completion": ""}),
+    BadRow("prompt_completion", "prompt is '2+3?'", "both as texts", {"prompt": "2+3?", "completion": [ANSWER]}),
+    BadRow("prompt_completion", "no completion", "fill it", {"prompt": "2+3?", "completion": None}),
+    BadRow("preference", "no rejected", "fill it, or remove the row", {"prompt": "2+3?", "chosen": "5"}),
+    BadRow("preference", "no prompt", "fill it, or remove the row", {"chosen": "5", "rejected": "6"}),
+    BadRow(
+        "preference", "are equal", "remove the row", {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}
     ),
-    "message 1 of messages: no content": ("chat", {"messages": [{"role": "user"}]}),
-    "no text": ("chat", {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}),
-    "weight=0": ("chat", {"messages": [QUESTION, ANSWER | {"weight": 0}]}),
-    "tools is a text, but not valid JSON": ("chat", {"messages": [QUESTION, ANSWER], "tools": "add"}),
-    "an empty completion": ("prompt_completion", {"prompt": "2+3?", "completion": ""}),
-    "give both as texts": ("prompt_completion", {"prompt": "2+3?", "completion": [ANSWER]}),
-    "no completion": ("prompt_completion", {"prompt": "2+3?", "completion": None}),
-    "chosen and rejected are equal": ("preference", {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}),
-    "share 0 of their first messages": (
+    BadRow(
         "preference",
+        "share 0 of their first messages",
+        "give both a prompt",
         {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION | {"content": "4?"}, WRONG]},
     ),
-}
+]
 
 
-@pytest.mark.parametrize("says", REFUSED)
-def test_bad_rows_are_refused_by_file_and_row(says: str) -> None:
-    name, row = REFUSED[says]
-    read = {"chat": chat, "prompt_completion": prompt_completion, "preference": preference}[name]
-    with pytest.raises(DataError, match=f"rows.jsonl, line 7.*{says}"):
-        read("rows.jsonl, line 7", row)
+@pytest.mark.parametrize("bad", BAD_ROWS, ids=lambda bad: bad.problem)
+def test_bad_rows_are_refused_by_file_and_row_with_a_fix(bad: BadRow) -> None:
+    read = {"chat": chat, "prompt_completion": prompt_completion, "preference": preference}[bad.format]
+    with pytest.raises(DataError) as refused:
+        read("rows.jsonl, line 7", bad.row)
+    place, said = str(refused.value)[:18], str(refused.value)[18:]
+    assert place == "rows.jsonl, line 7"
+    assert bad.fix in said.partition(bad.problem)[2], said
 
 
 def test_a_bad_row_ends_the_preparation_with_its_line(tmp_path: Path) -> None:

@@ -134,10 +134,10 @@ def test_identity_follows_the_files(text_directory: Path) -> None:
 
 
 BAD_ROWS = {
-    "corrupt": ('{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2: not valid JSON"),
-    "not an object": ('{"text": "a"}\n[1]\n', r"line 2: expected a JSON object"),
+    "corrupt": ('{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2: not valid JSON .*remove the line"),
+    "not an object": ('{"text": "a"}\n[1]\n', r"line 2: expected a JSON object, found \[1\]; write one a line"),
     "missing column": ('{"txt": "a"}\n', r"line 1: no column 'text' \(data.field\). Did you mean 'txt'"),
-    "not text": ('{"text": 5}\n', r"line 1: expected text, found int 5"),
+    "not text": ('{"text": 5}\n', r"line 1: expected text, found int 5; write it as text"),
     "tokens instead": ('{"input_ids": [1]}\n', r"set data.format to tokens"),
 }
 
@@ -153,7 +153,9 @@ def test_bad_jsonl_names_file_and_line(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("row", ['["a"]', "[1.5]", '"abc"', "null", "[[1], [2]]", "[1, [2]]", "[true]", "[-1]"])
 def test_bad_token_rows(tmp_path: Path, row: str) -> None:
     (tmp_path / "bad.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": ' + row + "}\n")
-    with pytest.raises(DataError, match=r"line 2: input_ids (must be a list of integers|holds -1)"):
+    with pytest.raises(
+        DataError, match=r"line 2: input_ids (must be a list of integers|holds -1).*; write .*or remove the row"
+    ):
         list(corpus_of(path=str(tmp_path / "bad.jsonl"), format="tokens").token_rows(None))
 
 

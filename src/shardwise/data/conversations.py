@@ -76,9 +76,10 @@ def chat(where: str, row: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a row of `messages` or `conversations`."""
     column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
     if column is None:
-        raise DataError(f"{where}: no messages; data.format=chat reads the column messages, or conversations")
+        raise _missing(where, "messages", "chat reads messages, or conversations")
     messages = _messages(where, row[column], column)
     if row.get("system") and messages[0]["role"] != SYSTEM:
+        check_text(f"{where}, system", row["system"])
         messages = [{"role": SYSTEM, "content": row["system"]}, *messages]
     return Conversation(where, messages, _tools(where, row.get("tools")))
 
@@ -87,7 +88,7 @@ def prompt_completion(where: str, row: Mapping[str, Any]) -> Conversation | Text
     """Return the pair of a row of `prompt` and `completion`."""
     for column in ("prompt", "completion"):
         if row.get(column) is None:
-            raise DataError(f"{where}: no {column}; data.format=prompt_completion reads prompt and completion")
+            raise _missing(where, column, "prompt_completion reads prompt and completion")
     return _pair(where, row, row["prompt"], "completion")
 
 
@@ -98,7 +99,7 @@ def preference(where: str, row: Mapping[str, Any]) -> Preference:
     """
     for column in ("chosen", "rejected"):
         if row.get(column) is None:
-            raise DataError(f"{where}: no {column}; data.format=preference reads prompt, chosen and rejected")
+            raise _missing(where, column, "preference reads prompt, chosen and rejected")
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{where}: chosen and rejected are equal, which prefers nothing; remove the row")
     prompt = row.get("prompt")
@@ -152,15 +153,17 @@ def _begin_with_prompt(row: Mapping[str, Any]) -> bool:
 
 def _with_shared_prompt(where: str, row: Mapping[str, Any]) -> Preference:
     if isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
-        raise DataError(f"{where}: no prompt; chosen and rejected that are texts need a column prompt")
+        raise DataError(
+            f"{where}: no prompt; chosen and rejected that are texts need a column prompt: fill it, or remove the row"
+        )
     both = [_messages(where, row[column], column) for column in ("chosen", "rejected")]
     shared = 0
     while shared < min(map(len, both)) and both[0][shared] == both[1][shared]:
         shared += 1
     if not 0 < shared < min(map(len, both)):
         raise DataError(
-            f"{where}: chosen and rejected share {shared} of their first messages, which are their prompt; both need a "
-            "prompt before them and an answer behind it"
+            f"{where}: chosen and rejected share {shared} of their first messages, which are their prompt; give both a "
+            "prompt and an answer behind it, or remove the row"
         )
     tools = _tools(where, row.get("tools"))
     return Preference(*(Conversation(where, messages, tools, prompt=shared) for messages in both))
@@ -183,7 +186,9 @@ def _messages(where: str, value: Any, column: str) -> list[Message]:
 def _message(where: str, value: Any) -> Message:
     """Return a message as templates read it; keys without a value are those of other messages in a Parquet file."""
     if not isinstance(value, Mapping):
-        raise DataError(f"{where}: expected an object with role and content, found {short(value)}")
+        raise DataError(
+            f"{where}: expected an object with role and content, found {short(value)}; give one, or remove the row"
+        )
     message: Message = _without_nothing(value)
     role = _role_of(message)
     if role not in ROLES:
@@ -193,7 +198,9 @@ def _message(where: str, value: Any) -> Message:
     content = message.pop("content", message.pop("value", None))
     message.pop("from", None)
     if content is None and not message.get("tool_calls"):
-        raise DataError(f"{where}: no content, its keys are {sorted(message)}")
+        raise DataError(
+            f"{where}: no content, its keys are {sorted(message)}; give it content or tool_calls, or remove the row"
+        )
     text = "" if content is None else _text(where, content)
     if role == ASSISTANT and not text.strip() and not message.get("tool_calls"):
         raise _empty(where, "content")
@@ -212,7 +219,8 @@ def _text(where: str, content: Any) -> str:
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise DataError(
-                f"{where}: its content has parts that are no text, {short(content)}; only text is trained on"
+                f"{where}: its content has parts that are no text, {short(content)}; only text is trained on: leave "
+                "them out, or remove the row"
             )
         content = "".join(map(str, parts))
     check_text(where, content)
@@ -233,10 +241,19 @@ def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
     try:
         tools = json.loads(value) if isinstance(value, str) else _without_nothing(value)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: tools is a text, but not valid JSON ({error.msg})") from error
+        raise DataError(
+            f"{where}: tools is a text, but not valid JSON ({error.msg}); write a list of JSON schemas, or leave tools "
+            "out"
+        ) from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools must be a list of JSON schemas, found {short(tools)}")
+        raise DataError(
+            f"{where}: tools must be a list of JSON schemas, found {short(tools)}; write one, or leave tools out"
+        )
     return tools or None
+
+
+def _missing(where: str, column: str, rule: str) -> DataError:
+    return DataError(f"{where}: no {column}; data.format={rule}: fill it, or remove the row")
 
 
 def _empty(where: str, column: str) -> DataError:

@@ -61,7 +61,9 @@ def check_text(where: str, value: Any) -> None:
         DataError: it is not text, or holds half a character.
     """
     if not isinstance(value, str):
-        raise DataError(f"{where}: expected text, found {type(value).__name__} {short(value)}")
+        raise DataError(
+            f"{where}: expected text, found {type(value).__name__} {short(value)}; write it as text, or remove the row"
+        )
     _refuse_surrogates(where, value)
 
 
@@ -88,9 +90,14 @@ def token_ids(where: str, value: Any, columns: Columns, limit: int | None) -> np
     except ValueError:
         array = np.asarray([None])
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise DataError(f"{where}: input_ids must be a list of integers, found {short(value)}")
+        raise DataError(
+            f"{where}: input_ids must be a list of integers, found {short(value)}; write one, or remove the row"
+        )
     if array.size and array.min() < 0:
-        raise DataError(f"{where}: input_ids holds {array.min()}; token ids are not negative")
+        raise DataError(
+            f"{where}: input_ids holds {array.min()}, and token ids are not negative; write the tokenizer's, or remove "
+            "the row"
+        )
     if array.size and limit is not None and array.max() >= limit:
         raise DataError(
             f"{where}: input_ids holds {array.max()}, the vocabulary has {limit} tokens (0 … {limit - 1}); "
@@ -131,9 +138,12 @@ def _json_row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno}); one object a line") from error
+        raise DataError(
+            f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object a line, or remove the "
+            "line"
+        ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {short(row)}")
+        raise DataError(f"{where}: expected a JSON object, found {short(row)}; write one a line, or remove the line")
     return row
 
 
