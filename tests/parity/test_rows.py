@@ -7,13 +7,18 @@ ends within a step, and rows are packed, padded, cut, or weighed by sample.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from shardwise.data.batch import IGNORED, Batch
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
+from shardwise.training.setup import AssembledJob, set_up
 from tests.data.chats import BLOCKS, FORGETFUL, PLAIN, byte_tokenizer, write_rows
 from tests.parity.jobs import facts_of
 from tests.parity.test_matrix import verify_many
@@ -130,3 +135,47 @@ def test_rows_on_every_layout(world_pool: WorldPool, rows: Path, layout: str, fa
 def test_rows_on_ranks_that_share_experts(world_pool: WorldPool, rows: Path) -> None:
     config = {"num_local_experts": 4, "experts_implementation": "eager"}
     check(world_pool, 2, [row_job(rows, "mixtral", "expert 2", config=config, **one) for one in VARIANTS.values()])
+
+
+CUT = LENGTH // 4  # on two ranks the first has the first and the last quarter of a sequence
+
+
+def without(run: AssembledJob, batch: Batch, changed: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return this rank's loss, without that of the positions `changed` [B, S], and the gradients of its parameters."""
+    assert batch.labels is not None
+    others = replace(batch, labels=batch.labels.masked_fill(changed, IGNORED))
+    totals = run.model.run(run.objective, [others], 0, torch.ones((), dtype=torch.float64))
+    gradients = [entry.local_gradient for entry in run.model.tensor_map]
+    kept = [gradient.clone() for gradient in gradients if gradient is not None]
+    run.optimizer.zero_grad()
+    return totals, kept
+
+
+def perturbed(job: Job) -> tuple[bool, bool]:
+    """Change a row on both ranks: do losses or gradients of other rows differ, and does its own loss?"""
+    run = set_up(job, torch.device("cpu"))
+    sequences = run.data.train
+    whole = sequences.batch(range(len(sequences)), range(len(sequences)), 0).document_ids
+    assert whole is not None
+    is_cut = (whole[:, CUT - 1] == whole[:, CUT]) & (whole[:, CUT] > 0) & (whole[:, CUT] < whole.amax(1) - 1)
+    index = int(is_cut.nonzero()[0])  # rows are before and behind the one that is cut
+    batch, documents = sequences.batch([index], [0], 0), whole[[index]]
+    changed = documents == documents[0, CUT]
+    ids = torch.where(changed, (batch.inputs["input_ids"] + 1) % 257, batch.inputs["input_ids"])
+    other = replace(batch, inputs={**batch.inputs, "input_ids": ids})
+    (loss, gradients), (loss_then, gradients_then) = (without(run, one, changed) for one in (batch, other))
+    (own, _), (own_then, _) = (without(run, one, ~changed) for one in (batch, other))
+    assert loss[1] > 0 and any(gradient.any() for gradient in gradients)
+    are_equal = all(map(torch.equal, gradients, gradients_then)) and torch.equal(loss, loss_then)
+    return not are_equal, not torch.equal(own, own_then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
+def test_no_packed_row_sees_another_over_context_ranks(world_pool: WorldPool, rows: Path, method: str) -> None:
+    """Losses and gradients are equal to the bit."""
+    job = row_job(rows, "llama", "context 2", "prompt_completion")
+    parallel = job.parallel.model_copy(update={"context_parallel_method": method})
+    of_ranks = world_pool.run(2, perturbed, job.model_copy(update={"parallel": parallel}))
+    assert not any(others for others, _ in of_ranks)
+    assert any(own for _, own in of_ranks)
