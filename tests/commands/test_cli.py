@@ -337,6 +337,21 @@ def test_help_and_mistakes_need_no_torch() -> None:
         ),
         ("gemma2", {"head_dim": 4}, ["loss of whole logits"]),
         ("modernbert", {"pad_token_id": 0}, ["model modernbert", "sharding any degree, block by block"]),
+        (
+            "qwen3_moe",
+            {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+            [
+                "experts degree 2, 3 or 6",
+                "products grouped products on cpu for model.layers.0.mlp.experts, model.layers.1.mlp.experts: "
+                "experts_implementation is grouped_mm, which does not compute in fp64",
+            ],
+        ),
+        pytest.param(
+            "jetmoe",
+            {"num_local_experts": 4, "kv_channels": 4, "num_key_value_heads": 2, "intermediate_size": 8},
+            ["experts degree 2 or 4", "the stack's own forward on cpu", "no other for JetMoeParallelExperts"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_doctor_says_what_a_model_supports(

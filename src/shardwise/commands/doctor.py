@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
 from shardwise.collectives import engine, topology
 from shardwise.commands.versions import installed_version, untested_versions
@@ -89,11 +90,13 @@ class DegreeTrial:
         job: sections of that job.
         facts: of the model on one stage.
         staged: of the model on several stages.
+        expert_kernels: stack of experts -> the kernel of its products on this machine, and why.
     """
 
     job: dict[str, Any]
     facts: ModelFacts
     staged: ModelFacts
+    expert_kernels: Mapping[str, tuple[str, str]]
 
 
 def examine_model(where: str) -> Table:
@@ -105,25 +108,43 @@ def examine_model(where: str) -> Table:
     Raises:
         ModelError: it is not there, or transformers has no language model of its type.
     """
-    facts, staged, task = _facts_of(where)
-    length = min(facts.max_positions or 128, 128)
-    training = {"sequences_per_step": MOST_RANKS}  # that no degree is refused for want of samples
-    job = {"model": {"config": where, "task": task}, "data": {"sequence_length": length}, "training": training}
-    return _table(_model_rows(DegreeTrial(job, facts, staged)))
-
-
-def _facts_of(where: str) -> tuple[ModelFacts, ModelFacts, str]:
-    """Return the facts, those with more than one stage, and the first task for which transformers has a head."""
-    from shardwise.model.build import HEADS, build_model, load_config
     from shardwise.model.discover import discover
     from shardwise.model.traced_cut import cut_by_trace
+
+    model, job = _built(where)
+    facts = discover(model, job)
+    staged = cut_by_trace(model, facts, min(facts.max_positions or TRACE_LENGTH, TRACE_LENGTH))
+    sections = {
+        "model": {"config": where, "task": job.model.task},
+        "data": {"sequence_length": min(facts.max_positions or 128, 128)},
+        "training": {"sequences_per_step": MOST_RANKS},  # that no degree is refused for want of samples
+    }
+    return _table(_model_rows(DegreeTrial(sections, facts, staged, _expert_kernels(model))))
+
+
+def _built(where: str) -> tuple[nn.Module, Job]:
+    """Return the model on the meta device, and its job with the first task for which transformers has a head."""
+    from shardwise.model.build import HEADS, build_model, load_config
 
     config = load_config(Job.model_validate({"model": {"config": where}}), key="--model")
     task = next((task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping), "causal_lm")
     job = Job.model_validate({"model": {"config": where, "task": task}})
-    model = build_model(job)
-    facts = discover(model, job)
-    return facts, cut_by_trace(model, facts, min(facts.max_positions or TRACE_LENGTH, TRACE_LENGTH)), task
+    return build_model(job), job
+
+
+def _expert_kernels(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """Return stack of experts -> the kernel of its products on this machine, and why."""
+    from torch import device
+
+    from shardwise.kernels.experts import GROUPED_PRODUCTS, OWN_FORWARD, grouped_obstacle
+    from shardwise.model.experts import expert_stacks
+
+    kernels: dict[str, tuple[str, str]] = {}
+    for name in expert_stacks(model):
+        obstacle = grouped_obstacle(model.get_submodule(name), device(_device_type()))
+        grouped = GROUPED_PRODUCTS.name, "experts_implementation is grouped_mm, which does not compute in fp64"
+        kernels[name] = (OWN_FORWARD.name, obstacle) if obstacle else grouped
+    return kernels
 
 
 def _model_rows(model: DegreeTrial) -> Iterator[tuple[str, str]]:
@@ -135,6 +156,7 @@ def _model_rows(model: DegreeTrial) -> Iterator[tuple[str, str]]:
     yield "sequence", _sequence_degrees(model)
     yield "loss", "in chunks, logits never whole" if facts.chunkable_head else "of whole logits: the head is not last"
     yield from _attention(model)
+    yield from _expert_products(model)
     if facts.probe_failure:
         yield "note", facts.probe_failure
 
@@ -196,6 +218,15 @@ def _attention(model: DegreeTrial) -> Iterator[tuple[str, str]]:
         rows.setdefault((kernel, reason), []).append(layer.name)
     for (kernel, reason), names in rows.items():
         yield "attention", f"{kernel} on {device} for {listed(names)} at {length} tokens: {reason}"
+
+
+def _expert_products(model: DegreeTrial) -> Iterator[tuple[str, str]]:
+    """Yield the kernel of shared experts' products on this machine, stacks with the same one and reason together."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for stack, kernel in model.expert_kernels.items():
+        rows.setdefault(kernel, []).append(stack)
+    for (name, reason), stacks in rows.items():
+        yield "products", f"{name} on {_device_type()} for {listed(stacks)}: {reason}"
 
 
 def _device_type() -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.model.experts import ExpertCall, is_grouped
+from shardwise.model.experts import ExpertCall, ungrouped_reason
 
 ExpertForward = Callable[..., Tensor]  # of transformers, which takes what `ExpertCall` says
 GROUPED_CAPABILITY = (8, 0)  # of a GPU, from which on torch has grouped products
@@ -52,8 +52,14 @@ class ExpertKernel(NamedTuple):
 def _serves_grouped(experts: SortedExperts, rows: Tensor) -> bool:
     """Return True where the stack's own forward would take grouped products, and torch has them."""
     own = getattr(experts.forward, "__self__", None) is experts.stack
-    has_products = not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= GROUPED_CAPABILITY
-    return own and is_grouped(experts.stack) and has_products
+    return own and not grouped_obstacle(experts.stack, rows.device)
+
+
+def grouped_obstacle(stack: nn.Module, device: torch.device) -> str:
+    """Return why `stack` is not computed by grouped products on `device`; empty where it is."""
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < GROUPED_CAPABILITY:
+        return f"a GPU of capability {capability[0]}.{capability[1]} has no grouped products, from 8.0 on"
+    return ungrouped_reason(stack)
 
 
 def _grouped(experts: SortedExperts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -95,10 +101,9 @@ def _by_dense_forward(experts: SortedExperts, rows: Tensor, counts: Tensor) -> T
     return select_rows(outputs, places)
 
 
-KERNELS = (
-    ExpertKernel("grouped products", _serves_grouped, _grouped),
-    ExpertKernel("the stack's own forward", lambda experts, rows: True, _by_own_forward),
-)
+GROUPED_PRODUCTS = ExpertKernel("grouped products", _serves_grouped, _grouped)
+OWN_FORWARD = ExpertKernel("the stack's own forward", lambda experts, rows: True, _by_own_forward)
+KERNELS = (GROUPED_PRODUCTS, OWN_FORWARD)
 
 
 # ---- rows of tokens

@@ -116,8 +116,15 @@ def computes_grouped(model: nn.Module) -> bool:
 
 def is_grouped(experts: nn.Module) -> bool:
     """Return True if the forward of `experts`, as transformers has it, takes grouped products."""
+    return not ungrouped_reason(experts)
+
+
+def ungrouped_reason(experts: nn.Module) -> str:
+    """Return why the forward of `experts`, as transformers has it, takes no grouped products; empty where it does."""
+    if not hasattr(type(experts).forward, "__wrapped__"):
+        return f"transformers has no other for {type(experts).__name__}"
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return hasattr(type(experts).forward, "__wrapped__") and implementation == GROUPED
+    return "" if implementation == GROUPED else f"experts_implementation is {implementation}"
 
 
 def expert_matrices(model: nn.Module) -> tuple[str, ...]:
