@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from shardwise.data.factory import Samples, content_hash
+from shardwise.errors import UserCodeError
 
 
 class Rows:
-    """Rows that depend on a salt, or differ each time."""
+    """Rows whose labels depend on a salt, and whose inputs do, or differ each time."""
 
     def __init__(self, count: int = 20, salt: int = 0, is_random: bool = False) -> None:
         self._count, self._salt, self._is_random = count, salt, is_random
@@ -20,7 +22,8 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         noise = torch.rand(3) if self._is_random else torch.full((3,), float(self._salt))
-        return {"x": noise, "scale": torch.tensor(index, dtype=torch.bfloat16), "flag": torch.tensor(True)}
+        label = torch.tensor(index + self._salt, dtype=torch.bfloat16)
+        return {"x": noise, "labels": label, "flag": torch.tensor(True)}
 
 
 def hashed(rows: Rows) -> str:
@@ -34,6 +37,19 @@ def test_ranks_compare_length_and_contents() -> None:
     assert hashed(Rows()) != hashed(Rows(salt=1))
 
 
-def test_augmented_samples_are_compared_by_their_shapes() -> None:
+def test_augmented_tensors_are_compared_by_their_shapes() -> None:
     assert hashed(Rows(is_random=True)) == hashed(Rows(is_random=True))
     assert hashed(Rows(is_random=True)) != hashed(Rows(count=21, is_random=True))
+    assert hashed(Rows(is_random=True)) != hashed(Rows(salt=1, is_random=True))  # labels in another order
+
+
+def test_a_sample_that_raises_is_named() -> None:
+    with pytest.raises(UserCodeError, match=r"^rows: sample 3 raised KeyError: 3 \(.*test_factory\.py:\d+\)$"):
+        Samples(Broken(), 1, 4, "rows").sample(2)
+
+
+class Broken(Rows):
+    """Rows of which one cannot be read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise KeyError(index)

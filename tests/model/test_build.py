@@ -240,7 +240,7 @@ def test_the_patch_is_undone_after_a_failure() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("raises", "raised RuntimeError: no such luck"),
+        ("raises", f"raised RuntimeError: no such luck ({toys.__file__}:"),
         ("no_module", "returned a int"),
         ("no_parameters", "without parameters"),
         ("lazy", "is lazy"),

@@ -143,3 +143,23 @@ class LateClamped(Net):
                 self.outlet.weight.clamp_(-0.1, 0.1)
         result: Tensor = super().forward(x)
         return result
+
+
+class Backless(torch.autograd.Function):
+    """Has a backward that raises."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise KeyError("gate")
+
+
+class FailsInBackward(Net):
+    """Its backward raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Backless.apply(super().forward(x))
+        return result

@@ -12,13 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ModelError
+from shardwise.errors import DataError, ModelError
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import fingerprint
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.setup import AssembledJob, check_whole_batches, set_up
-from shardwise.training.step import StepResult, _check_count, evaluate, train_step
+from shardwise.training.step import (
+    ControlMessage,
+    StepResult,
+    _check_count,
+    evaluate,
+    exchange_control,
+    train_step,
+)
 from tests.parity.jobs import make_job, make_module_job
 
 CPU = torch.device("cpu")
@@ -139,6 +146,25 @@ def test_evaluation_is_the_same_on_every_layout_and_without_dropout(world_pool: 
 def test_same_numbers_again(world_pool: WorldPool, corpora: Path) -> None:
     job = make_job(corpora, dropout=0.1, parallel={"sharded_data_parallel_degree": 2})
     assert world_pool.run(4, steps, job, 3) == world_pool.run(4, steps, job, 3)
+
+
+def hash_of_samples(hashes: list[int], data_ranks: int) -> int | str:
+    """The hash of a step's samples, or what is wrong with them, where this rank has read its own of `hashes`."""
+    rank = dist.get_rank()
+    layout = mock.Mock(data_ranks=data_ranks)
+    model = mock.Mock(is_reporting_rank=rank == 0 or data_ranks == 2, layout=layout, device=CPU)
+    try:
+        return exchange_control(model, ControlMessage(3, 3, 0, 0, hashes[rank])).data_hash
+    except DataError as error:
+        return str(error)
+
+
+def test_ranks_that_share_rows_compare_their_samples(world_pool: WorldPool) -> None:
+    lowest = -(1 << 63)
+    for hashes, data_ranks, expected in (([5, 6], 2, 11), ([5, 5], 1, 5), ([lowest, lowest], 1, lowest)):
+        assert world_pool.run(2, hash_of_samples, hashes, data_ranks) == [expected] * 2
+    for said in world_pool.run(2, hash_of_samples, [5, 6], 1):
+        assert "have read different samples" in said and "seed what it draws with the index" in said
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.errors import DataError
-from shardwise.job.objects import load_object
+from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at, user_code
 from shardwise.job.schema import DataSection
 
 COMPARED = 4  # samples of each split that ranks compare
 
 
-class SampleHash(NamedTuple):
-    """A sample's hash, and its shapes and dtypes."""
+class TensorHash(NamedTuple):
+    """Hash of a sample's tensor, and its dtype and shape."""
 
-    whole: str
-    shapes: str
+    content: str
+    shape: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Samples:
         """One checked sample."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} of {self.count}")
-        sample = self.dataset[self.base + index]
+        with user_code(f"{self.name}: sample {self.base + index}"):
+            sample = self.dataset[self.base + index]
         if not isinstance(sample, dict) or not all(isinstance(value, Tensor) for value in sample.values()):
             what = type(sample).__name__
             if isinstance(sample, dict):
@@ -78,24 +79,28 @@ class Samples:
 def content_hash(*parts: Samples) -> str:
     """Return a hash of how many samples there are and of what a few of them hold, equal on every rank.
 
-    A sample that differs when it is read twice (an augmentation) counts by its shapes alone.
+    A tensor that differs when its sample is read twice (an augmentation) counts by its shape alone.
     """
     content = xxhash.xxh3_64()
     for samples in parts:
         content.update(str(len(samples)).encode())
         for index in sorted({round(step * (len(samples) - 1) / (COMPARED - 1)) for step in range(COMPARED)}):
-            first, second = (_sample_hash(samples.sample(index)) for _ in range(2))
-            content.update((first.whole if first == second else first.shapes).encode())
+            first, second = (_tensor_hashes(samples.sample(index)) for _ in range(2))
+            for key, (whole, shape) in first.items():
+                is_drawn = second.get(key) != (whole, shape)
+                content.update(f"{key} {shape if is_drawn else whole}".encode())
     return content.hexdigest()
 
 
-def _sample_hash(sample: dict[str, Tensor]) -> SampleHash:
-    whole = xxhash.xxh3_64()
-    shapes = str(sorted((key, str(value.dtype), tuple(value.shape)) for key, value in sample.items()))
-    whole.update(shapes.encode())
-    for key in sorted(sample):
-        whole.update(sample[key].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return SampleHash(whole.hexdigest(), shapes)
+def _tensor_hashes(sample: dict[str, Tensor]) -> dict[str, TensorHash]:
+    """Return the hashes of a sample's tensors by key, in the order of the keys."""
+    hashes = {}
+    for key, value in sorted(sample.items()):
+        shape = f"{value.dtype} {tuple(value.shape)}"
+        content = xxhash.xxh3_64(shape.encode())
+        content.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        hashes[key] = TensorHash(content.hexdigest(), shape)
+    return hashes
 
 
 def open_samples(data: DataSection) -> tuple[Samples, Samples]:
@@ -105,7 +110,7 @@ def open_samples(data: DataSection) -> tuple[Samples, Samples]:
     try:
         dataset = make(**data.factory_arguments)
     except Exception as error:  # the user's code may raise anything
-        raise DataError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise DataError(f"{name} raised {named_error(error)}{in_parentheses(raised_at(error))}") from error
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"{name} returned {type(dataset).__name__}; a map-style data set has __len__ and __getitem__")
     size = len(dataset) if data.max_documents is None else min(len(dataset), data.max_documents)

@@ -71,10 +71,13 @@ def check_arguments(function: Callable[..., Any], arguments: Sequence[str], what
 
 
 @contextmanager
-def user_code(what: str) -> Iterator[None]:
+def user_code(what: str, passes: Callable[[Exception], bool] | None = None) -> Iterator[None]:
     """Turn an error that the user's code raises inside into a UserCodeError that names `what`, file and line.
 
     Named errors, a lack of memory, and errors of which no frame is the user's pass as they are.
+
+    Args:
+        passes: says which errors are no mistake of the code, though it stands on the way to them.
     """
     try:
         yield
@@ -84,7 +87,15 @@ def user_code(what: str) -> Iterator[None]:
         place = raised_at(error)
         if not place or any(word in f"{type(error).__name__} {error}" for word in OUT_OF_MEMORY):
             raise
-        raise UserCodeError(f"{what} raised {type(error).__name__}: {error}{in_parentheses(place)}") from error
+        if passes is not None and passes(error):
+            raise
+        raise UserCodeError(f"{what} raised {named_error(error)}{in_parentheses(place)}") from error
+
+
+def named_error(error: BaseException) -> str:
+    """Return an error's class and its message, where it has one."""
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def raised_at(error: BaseException) -> str:

@@ -41,7 +41,7 @@ from transformers import (
 from transformers.initialization import meta_device_safe_creation_ops
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
-from shardwise.job.objects import load_object
+from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at
 from shardwise.job.schema import Job, ModelSection
 from shardwise.model.added_tokens import grow_vocabulary
 from shardwise.model.construct import (
@@ -466,6 +466,6 @@ def construct_user_module(job: Job) -> ConstructedModule:
     except NotAModule as error:
         raise ModelError(f"{where} {error}") from error
     except Exception as error:
-        raise ModelError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise ModelError(f"{where} raised {named_error(error)}{in_parentheses(raised_at(error))}") from error
     check_tensors(constructed.module, where)
     return constructed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise._torch_compat.tracing import asks_for_values
-from shardwise.job.objects import in_parentheses, raised_at
+from shardwise.job.objects import in_parentheses, named_error, raised_at
 
 
 class UntraceableError(RuntimeError):
@@ -25,5 +25,4 @@ def failure_reason(error: BaseException) -> str:
         return f"it mixes tensors of several devices{place}"
     if not line:
         return f"torch cannot follow it ({type(cause).__name__})"
-    message = str(cause).strip().splitlines()
-    return f"it raises {type(cause).__name__}{': ' if message else ''}{''.join(message[:1])}{place}"
+    return f"it raises {named_error(cause).splitlines()[0]}{place}"

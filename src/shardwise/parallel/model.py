@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.collectives.names import CollectiveName, group_name, ranks_in_step
+from shardwise.collectives.names import CollectiveName, group_name, is_of_collective, ranks_in_step
 from shardwise.collectives.rank_record import mark_phase
 from shardwise.collectives.tensor import sum_together
 from shardwise.job.axes import Axis, data_axes
@@ -206,7 +206,8 @@ class ParallelModel:
             routers.begin(self._own_sequences(microbatches) if routers.local is not None else 0)
             if routers.needs_totals and (len(microbatches) > 1 or self.pipeline is not None):
                 self._count_routes(objective, microbatches, step)
-        self.drive(work, len(microbatches), backward=seed is not None)
+        with self._users_code("backward"):
+            self.drive(work, len(microbatches), backward=seed is not None)
         if seed is not None:
             self.sum_shared_gradients()
             self.apply_gradient_hooks(step)
@@ -230,14 +231,20 @@ class ParallelModel:
         """The classes that FSDP2 made of those of the user's module, and the names that they had at first."""
         return sharded_classes(module for part in self.parts for module in part.module.modules())
 
+    def _users_code(self, action: str) -> AbstractContextManager[None]:
+        """Name an error of a user's module with its file and line; one of a collective of ours is none."""
+        if self.facts.has_config:
+            return nullcontext()
+        return user_code(f"the {action} of {self.facts.definition}", is_of_collective)
+
     @contextmanager
     def _users_forward(self) -> Iterator[None]:
-        """Name an error of a user's module with its file and line, and refuse its own collectives."""
+        """Name an error of a user's module, and refuse its own collectives."""
         if self.facts.has_config:
             yield
             return
         with (
-            user_code(f"the forward of {self.facts.definition}"),
+            self._users_code("forward"),
             sharded_access_named(self.facts.definition),
             class_writes_refused(self.facts.definition, self.sharded_classes),
             own_collectives_refused(files=self._users_files),

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.data.batch import Batch, wrap
-from shardwise.errors import ModelError, require_type
+from shardwise.errors import DataError, ModelError, require_type
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
@@ -34,6 +34,12 @@ NORM_CHUNK = 1 << 16  # elements that a CPU sums in the gradients' own dtype; me
 CONTROL = CollectiveName("the step's control message", "world", "all_reduce")
 LOSS_AND_NORM = CollectiveName("loss and gradient norm", "world", "all_reduce")
 EVALUATION = CollectiveName("the evaluation's loss", "world", "all_reduce")
+
+SAME_SAMPLES = (
+    "ranks that work on the same rows, such as the stages of a pipeline, have read different samples; a data set has "
+    "to give the same sample whenever and wherever it is asked for an index: seed what it draws with the index "
+    "(torch.Generator().manual_seed(index))"
+)
 
 
 @dataclass
@@ -188,6 +194,7 @@ class ControlMessage(NamedTuple):
     Attributes:
         labels: that are counted.
         samples: with a counted label, where the loss is a mean over samples; else the same as `labels`.
+        data_hash: of the samples.
     """
 
     labels: int
@@ -198,18 +205,28 @@ class ControlMessage(NamedTuple):
 
 
 def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMessage:
-    """Sum the ranks' messages, in int64, whose sums wrap around. Collective."""
+    """Sum the ranks' messages, in int64, whose sums wrap around. Collective.
+
+    Raises:
+        DataError: ranks that work on the same rows have other samples than each other; on every rank.
+    """
     mark_phase("forward")
     if dist.get_world_size() == 1:  # a GPU would be waited for
         return message
     reports = model.is_reporting_rank
     labels, samples, stop, failed, data_hash = message
+    # The hashes of ranks that work on the same rows cancel out.
+    others = dist.get_world_size() // model.layout.data_ranks - 1
+    unequal = wrap(data_hash * others if reports else -data_hash)
     # A wish to stop or a failure may come from any rank.
-    values = [labels if reports else 0, samples if reports else 0, stop, failed, data_hash if reports else 0]
+    values = [labels if reports else 0, samples if reports else 0, stop, failed, data_hash if reports else 0, unequal]
     control = torch.tensor(values, dtype=torch.int64, device=model.device)
     with CONTROL:
         dist.all_reduce(control)
-    return ControlMessage(*control.tolist())
+    *sums, difference = control.tolist()
+    if difference:
+        raise DataError(SAME_SAMPLES)
+    return ControlMessage(*sums)
 
 
 def reduce_loss_and_norm(

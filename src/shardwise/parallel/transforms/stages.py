@@ -149,12 +149,12 @@ class _SkippedBlocks:
         )
 
     def access_error(self, error: Exception) -> UserCodeError:
-        """Return what is raised where a forward asks a module of another stage for what this one does not hold."""
+        """Return what is raised where a forward may have asked a module of another stage for what is not here."""
         place = in_parentheses(raised_at(error))
         return UserCodeError(
-            f"the forward of {self.definition} raised {type(error).__name__}: {error}{place}, on a stage, which holds "
-            "its own blocks alone; read parameters in the forward of the module that owns them, or use "
-            "pipeline_parallel_degree 1"
+            f"the forward of {self.definition} raised {type(error).__name__}: {error}{place}. A stage holds its own "
+            "blocks alone: if this line reads what another stage holds, read it in the forward of the module that owns "
+            "it, or use pipeline_parallel_degree 1"
         )
 
 
