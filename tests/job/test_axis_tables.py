@@ -53,6 +53,7 @@ def test_a_toy_axis_is_laid_out() -> None:
     assert ranks[5].ranks(*axes.state_axes()) == (1, 3, 5, 7)
     assert {rank.data_rank for rank in ranks} == {0, 1} and ranks[0].data_ranks == 2
     assert ranks[0].data_rank == ranks[2].data_rank  # they work on the same rows
+    assert (ranks[0].is_first_of_rows, ranks[2].is_first_of_rows) == (True, False)
 
 
 @pytest.mark.usefixtures("toy_axis")

@@ -59,6 +59,7 @@ def test_coordinates_round_trip_and_identities(placement: str) -> None:
         size = {n: rank.smp(n)[1] for n in (*NOTIONS, "world")}
         assert size["mp"] * size["rdp"] == size["pp"] * size["dp"] == size["world"] == 48
     assert len({(r.data_rank, *r.ranks("context", "pipeline", "tensor")) for r in layouts(degrees, placement, 48)}) == 6
+    assert sorted(r.data_rank for r in layouts(degrees, placement, 48) if r.is_first_of_rows) == list(range(6))
 
 
 def test_local_rank() -> None:

@@ -151,8 +151,9 @@ def test_same_numbers_again(world_pool: WorldPool, corpora: Path) -> None:
 def hash_of_samples(hashes: list[int], data_ranks: int) -> int | str:
     """The hash of a step's samples, or what is wrong with them, where this rank has read its own of `hashes`."""
     rank = dist.get_rank()
-    layout = mock.Mock(data_ranks=data_ranks)
-    model = mock.Mock(is_reporting_rank=rank == 0 or data_ranks == 2, layout=layout, device=CPU)
+    is_first = rank == 0 or data_ranks == 2
+    layout = mock.Mock(data_ranks=data_ranks, is_first_of_rows=is_first)
+    model = mock.Mock(is_reporting_rank=is_first, layout=layout, device=CPU)
     try:
         return exchange_control(model, ControlMessage(3, 3, 0, 0, hashes[rank])).data_hash
     except DataError as error:

@@ -138,6 +138,11 @@ class Layout:
         return share
 
     @property
+    def is_first_of_rows(self) -> bool:
+        """True on the first of the ranks that read the same rows."""
+        return not any(index for axis, index in self.coordinates().items() if axis not in row_axes())
+
+    @property
     def data_ranks(self) -> int:
         """The number of shares into which the batch is cut."""
         return self.size(*row_axes())

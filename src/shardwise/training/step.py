@@ -217,7 +217,7 @@ def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMe
     labels, samples, stop, failed, data_hash = message
     # The hashes of ranks that work on the same rows cancel out.
     others = dist.get_world_size() // model.layout.data_ranks - 1
-    unequal = wrap(data_hash * others if reports else -data_hash)
+    unequal = wrap(data_hash * others if model.layout.is_first_of_rows else -data_hash)
     # A wish to stop or a failure may come from any rank.
     values = [labels if reports else 0, samples if reports else 0, stop, failed, data_hash if reports else 0, unequal]
     control = torch.tensor(values, dtype=torch.int64, device=model.device)
