@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import harmonic_mean
 
 import pytest
 
+from shardwise.job.schema import Job
+from shardwise.plan.plan import World, resolve
 from shardwise.planner.constants.inventory import cluster, fabrics
 from shardwise.planner.formulas.axis_traffic import block_elements, block_traffic
+from shardwise.planner.formulas.communication import RankGroup, exchange_seconds
+from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.prediction import ModelShape, Stack, TrainingConfiguration
 from shardwise.planner.search.expert_remarks import break_even_tokens
+from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import study
+from tests.parallel.test_experts import by_hosts
 
 TABLE = Path(__file__).parents[1] / "data" / "perf-tables" / "expert_exchange.csv"
 EFA, NVLINK = 50.0, 450.0  # GB/s of one p5en accelerator over the network, and over its links, one direction
@@ -46,6 +56,26 @@ def test_an_exchange_costs_more_between_nodes_and_with_uneven_loads() -> None:
     assert seconds[0] == 0 and 2 * seconds[1] < seconds[2]
     even = block_traffic(replace(configured(expert=16), imbalance=1.0))["expert"]
     assert even < seconds[2] < 1.21 * even
+
+
+def test_rows_of_a_job_cross_once_where_a_node_has_several_ranks() -> None:
+    sections = {"parallel": {"expert_parallel_degree": 4}, "data": {"sequence_length": 64}}
+    job = Job.model_validate({"model": {"config": toy_config("qwen3_moe")}, **sections})
+    facts = study(job)
+    for ranks_a_node, crosses_once in ((2, True), (1, False)):
+        plan = resolve(job, World(4, "cpu", ranks_a_node), facts)
+        nodes = replace(cluster("p5.48xlarge:2"), per_node=ranks_a_node, nodes=4 // ranks_a_node)
+        assert configuration_of(plan, facts, nodes).copies_on_nodes == crosses_once
+
+
+@pytest.mark.slow
+def test_as_many_rows_cross_the_network_as_ranks_send_there(world_pool: WorldPool) -> None:
+    """Every choice of three of eight experts, repetitions among them, which is what the formula takes the mean of."""
+    routes = [list(map(list, product(range(8), repeat=3)))] * 4
+    two_hosts = RankGroup(4, 2, math.inf, 1.0, 0.0, 0.0, 1.0, exchange=(math.inf, 1.0))  # a row a second
+    each_way = exchange_seconds(3.0 * len(routes[0]), two_hosts, copies=3)
+    for _, sent in world_pool.run(4, by_hosts, routes):
+        assert sent == 4 * each_way, "there and back, forward and backward"
 
 
 def test_a_rank_holds_its_experts_alone() -> None:

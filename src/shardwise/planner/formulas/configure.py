@@ -10,6 +10,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import group_size
 from shardwise.plan.plan import Plan
 from shardwise.planner.constants.inventory import own_stack
+from shardwise.planner.formulas.communication import ExpertGroups
 from shardwise.planner.formulas.prediction import Cluster, ModelShape, Stack, TrainingConfiguration
 
 
@@ -23,7 +24,7 @@ def configuration_of(
     if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
         stack = replace(stack, stops_early=False)
     sizes: dict[str, Any] = {str(axis): degree for axis, degree in degrees.items()}
-    return TrainingConfiguration(
+    configuration = TrainingConfiguration(
         **sizes,
         model=shape or ModelShape.of(facts),
         cluster=cluster,
@@ -53,6 +54,10 @@ def configuration_of(
         reference="" if plan.reference == "precomputed" else plan.reference,
         kept_blocks=_last_unit(plan, len(facts.blocks)) if plan.keeps_last_unit else 0,
     )
+    if degrees[Axis.EXPERT] == 1:
+        return configuration
+    # Ranks that are alone on their nodes exchange rows at once, a row for each expert.
+    return replace(configuration, copies_on_nodes=ExpertGroups.of(configuration).sharing.local > 1)
 
 
 def _last_unit(plan: Plan, blocks: int) -> int:
