@@ -67,7 +67,7 @@ if __name__ == "__main__":
         losses = [train(sys.argv[1])]
     else:
         losses = shardwise.run_local(train, (sys.argv[1],), workers=2)
-    print(json.dumps(losses))
+    sys.stdout.write(json.dumps(losses) + "\\n")  # in one piece: ranks share the stream
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

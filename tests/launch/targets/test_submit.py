@@ -318,6 +318,7 @@ def test_sagemaker_gets_the_job_file_and_the_request(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_local_launch_runs_is_seen_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way on this machine: write, start, list, read, stop with the state saved."""
     from shardwise.job.sources import load_job
@@ -336,6 +337,7 @@ def test_a_local_launch_runs_is_seen_and_stops(tmp_path: Path, monkeypatch: pyte
             assert jobs.job_status(out) == "running", jobs.job_logs(out)
             time.sleep(0.5)
         jobs.stop_job(out)
+        deadline = time.monotonic() + 200
         while jobs.job_status(out) == "running" and time.monotonic() < deadline:
             time.sleep(0.5)
         assert "stopped after step" in jobs.job_logs(out) or "SIGTERM" in jobs.job_logs(out)
