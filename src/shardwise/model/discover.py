@@ -9,7 +9,7 @@ names, input embeddings are what only `nn.Embedding` reads. Sizes come from the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
@@ -324,42 +324,9 @@ def _stages(
     if forward.order is None:
         return StageFacts(), unless(forward.failure)
     stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
-    if forward.draws_process_numbers and not isinstance(model, PreTrainedModel):
-        reason = f"{definition_of(model)} draws numbers from Python's or NumPy's generator, and each stage its own"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    if forward.blocks_without_gradient and not isinstance(model, PreTrainedModel):
-        reason = f"{definition_of(model)} runs its blocks where gradients are off; checkpoint with use_reentrant=False"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    compiled = next((name for names in lists for name in names if is_compiled(model.get_submodule(name))), None)
-    if capability.ok and compiled is not None:
-        reason = f"{compiled} is compiled by torch.compile, which keeps the layers that a stage leaves out"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    shape, hidden = forward.handed_shape, _number(_text_config(model), HIDDEN)
-    is_other = bool(shape) and (len(shape) != 3 or shape[-1] != (hidden or shape[-1]))
-    if capability.ok and isinstance(model, PreTrainedModel) and is_other:
-        handed_on = f"{len(shape)} dims of {shape[-1]} features"
-        reason = f"blocks of {model.config.model_type} hand on {handed_on}, and stages [B, S, {hidden}]"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    if capability.ok and forward.takes_outer_gradient:
-        reason = f"{definition_of(model)} takes a gradient through its blocks"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    if capability.ok and forward.outside_reads:
-        name = forward.outside_reads[0]
-        reason = f"{definition_of(model)} reads {name} outside of the module that owns it, which another stage may hold"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    inside = tuple(f"{name}." for names in lists for name in names)
-    reaching = next((parent for parent in parents if any(name.startswith(inside) for name in parents[parent])), None)
-    if capability.ok and reaching is not None:  # a stage has nothing of other stages' blocks that could be filled
-        reason = f"the initializer of {definition_of(model.get_submodule(reaching))} fills parameters of its blocks"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    changing = forward.writing_blocks + forward.container_changing_blocks
-    if capability.ok and changing and not isinstance(model, PreTrainedModel):
-        block = definition_of(model.get_submodule(changing[0]))
-        reason = f"{block} changes what it is given, in place, which blocks on other stages would not see"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
-    if capability.ok and forward.changed_number:
-        reason = f"{forward.changed_number}, which other stages would not see"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+    obstacle = next(_stage_obstacles(model, lists, forward, parents, capability.ok), "")
+    if obstacle:
+        return StageFacts(order=tuple(forward.order.calls)), refused(obstacle)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):
@@ -375,6 +342,46 @@ def _stages(
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _stage_obstacles(
+    model: nn.Module,
+    lists: list[list[str]],
+    forward: ForwardProbe,
+    parents: Mapping[str, Sequence[str]],
+    can_be_cut: bool,
+) -> Iterator[str]:
+    """Yield what is in the way of stages; of a model that cannot be cut anyway, what no other cut would mend."""
+    is_users = not isinstance(model, PreTrainedModel)
+    own = definition_of(model)
+    if forward.draws_process_numbers and is_users:
+        yield f"{own} draws numbers from Python's or NumPy's generator, and each stage its own"
+    if forward.blocks_without_gradient and is_users:
+        yield f"{own} runs its blocks where gradients are off; checkpoint with use_reentrant=False"
+    if not can_be_cut:
+        return
+    compiled = next((name for names in lists for name in names if is_compiled(model.get_submodule(name))), None)
+    if compiled is not None:
+        yield f"{compiled} is compiled by torch.compile, which keeps the layers that a stage leaves out"
+    shape, hidden = forward.handed_shape, _number(_text_config(model), HIDDEN)
+    if isinstance(model, PreTrainedModel) and shape and (len(shape) != 3 or shape[-1] != (hidden or shape[-1])):
+        handed_on = f"{len(shape)} dims of {shape[-1]} features"
+        yield f"blocks of {model.config.model_type} hand on {handed_on}, and stages [B, S, {hidden}]"
+    if forward.takes_outer_gradient:
+        yield f"{own} takes a gradient through its blocks"
+    if forward.outside_reads:
+        name = forward.outside_reads[0]
+        yield f"{own} reads {name} outside of the module that owns it, which another stage may hold"
+    inside = tuple(f"{name}." for names in lists for name in names)
+    reaching = next((parent for parent in parents if any(name.startswith(inside) for name in parents[parent])), None)
+    if reaching is not None:  # a stage has nothing of other stages' blocks that could be filled
+        yield f"the initializer of {definition_of(model.get_submodule(reaching))} fills parameters of its blocks"
+    changing = forward.writing_blocks + forward.container_changing_blocks
+    if changing and is_users:
+        block = definition_of(model.get_submodule(changing[0]))
+        yield f"{block} changes what it is given, in place, which blocks on other stages would not see"
+    if forward.changed_number:
+        yield f"{forward.changed_number}, which other stages would not see"
 
 
 def find_block_lists(model: nn.Module) -> list[list[str]]:
