@@ -276,7 +276,7 @@ def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
 def test_home_directories_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = ["model.path", "data.path", "data.tokenizer", "data.cache_directory", "checkpoint.resume"]
-    keys += ["model.config", "checkpoint.directory", "output"]
+    keys += ["model.config", "model.weights", "adapter.path", "checkpoint.directory", "launch.cluster", "output"]
     job = load_job(None, dict.fromkeys(keys, "~/place")).model_dump()
     for key in keys:
         section, _, name = key.rpartition(".")

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.context import SpawnContext
+from multiprocessing import synchronize
 from pathlib import Path
 from typing import Any
 
@@ -195,13 +195,17 @@ def test_a_worker_that_imports_its_launcher_ends(
     assert "shardwise.train: a worker imports the script" in capsys.readouterr().err
 
 
-def test_shared_memory_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(context: object) -> None:
+def test_workers_need_no_locks_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where /dev/shm cannot be written."""
+
+    def refuse(*arguments: object, **settings: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(SpawnContext, "Lock", refuse)
-    with pytest.raises(MachineError, match=r"/dev/shm, which cannot be written: Read-only.*torchrun"):
-        run_local(print, (), 2)
+    monkeypatch.setattr(synchronize.SemLock, "__init__", refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        multiprocessing.get_context("spawn").Event()
+    large = "x" * 2**20  # more than a pipe holds
+    assert [text for _, _, text, _ in run_local(everyone, (large,), 2)] == [large, large]
 
 
 def test_gpu_workers_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.parallel.layout import Layout, normalise_placement
+from shardwise.job.axes import Axis
+from shardwise.parallel.layout import ExpertView, Layout, normalise_placement
+from shardwise.smp.v2.expert_ranks import ExpertRanks
 
 # placement -> (rdp pp tp) of ranks 0..7, then the TP, PP, RDP, DP and MP groups, for tp = pp = rdp = 2.
 TABLE = {
@@ -81,3 +84,26 @@ def test_rank_outside() -> None:
 def test_degrees_that_are_none(degrees: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Layout(degrees)
+
+
+def members_asked(layout: Layout) -> Layout:
+    """Return `layout` with groups that are their members' ranks, for which no world is needed."""
+    layout.group_of = lambda asked, members_of: members_of(layout.rank)  # type: ignore[method-assign]
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("local_size", "levels"),
+    [
+        (8, ((1, 3, 5, 7), None, None)),  # one host
+        (4, ((1, 3, 5, 7), (5, 7), (1, 5))),
+        (2, ((1, 3, 5, 7), (5,), (1, 3, 5, 7))),  # a row for two experts of a host crosses once all the same
+    ],
+)
+def test_ranks_that_share_experts_in_two_levels(local_size: int, levels: tuple[Any, ...]) -> None:
+    """Those of a job, and those of a script of SMP 2, which are replicas of shards."""
+    degrees = {Axis.SHARD: 2, Axis.REPLICA: 4}
+    script = members_asked(Layout(degrees, rank=5, local_size=local_size))
+    assert tuple(ExpertRanks(script, 4).levels()) == levels
+    tensor = members_asked(Layout({Axis.TENSOR: 2, Axis.SHARD: 4, Axis.EXPERT: 4}, rank=5, local_size=local_size))
+    assert tuple(ExpertView.of(tensor).levels()) == levels

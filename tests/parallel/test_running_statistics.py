@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
+from shardwise.training.session import Session
 from shardwise.training.setup import set_up
 from shardwise.training.step import train_step
 from tests.habits.building import POSITIONS
@@ -63,3 +65,38 @@ def test_statistics_follow_their_rule_on_every_rank(
         assert statistics.keys() == expected.keys()
         for name, value in statistics.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def train_on(job: Job, saved_after: int = 0) -> tuple[int, dict[str, Tensor]]:
+    """Train `job` from where it stands, and return its steps and its model after them.
+
+    Args:
+        saved_after: end with a checkpoint after so many steps; 0: go on to the last.
+    """
+    with Session(job, device=torch.device("cpu")) as session:
+        first = session.restore()
+        for batches in session.batches():
+            session.step(batches)
+            if session.steps_done == saved_after:
+                session.save(wait=True)
+                break
+        module = session.model.module
+        values = dict(session.model.whole_tensors()) | dict(module.named_buffers())
+        return first, {name: value.detach().clone() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("rule", ["first_rank", "synchronised"])
+def test_a_resumed_run_has_the_statistics_of_an_undisturbed_one(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, rule: str
+) -> None:
+    sections = {"model": {"running_statistics": rule}, "checkpoint": {"resume": "auto"}}
+    job = make_job(str(corpora), "BatchNormed", sections).model_copy(update={"output": str(tmp_path / "whole")})
+    other = job.model_copy(update={"output": str(tmp_path / "cut")})
+    undisturbed = world_pool.run(2, train_on, job)
+    world_pool.run(2, train_on, other, 1)
+    resumed = world_pool.run(2, train_on, other)
+    for (first, values), (again, expected) in zip(resumed, undisturbed, strict=True):
+        assert (first, again) == (1, 0)
+        assert {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"} <= values.keys()
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], expected[name]) for name in values)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shardwise.errors import DataError
+from shardwise.errors import DataError, OutputError
 from shardwise.job.schema import Job
+from shardwise.observe.trackers import Tracker
+from shardwise.training import recorder as recorder_module
 from shardwise.training import run_end
+from shardwise.training.recorder import Recorder
 from shardwise.training.run_end import ModelExport, TextSample
 
 
@@ -54,6 +59,38 @@ def test_a_sample_that_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.Monke
     sample.on_start(session)
     sample.on_end(session, {"stopped": None})
     assert session.notes == ['no sample: KeyError: "of the tokenizer\'s own code"']
+
+
+def test_a_report_that_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(output: Path) -> None:
+        raise ValueError("of a chart")
+
+    recorder = object.__new__(Recorder)
+    recorder.output, recorder.description, recorder._metrics = tmp_path, {}, None
+    monkeypatch.setattr(recorder_module, "write_report", fail)
+    session = session_of(Job())
+    recorder.on_end(session, {"steps": 2})
+    assert session.notes == ["no report: ValueError: of a chart"]
+    assert json.loads((tmp_path / "run.json").read_text())["result"] == {"steps": 2}
+
+
+class LostServer(Tracker):
+    """A tracker whose server is gone when the run ends."""
+
+    error: Exception = ConnectionError("connection reset by peer")
+
+    def close(self) -> None:
+        raise self.error
+
+
+def test_a_tracker_that_cannot_be_closed_is_a_note(tmp_path: Path) -> None:
+    session = session_of(Job())
+    tracker = LostServer(tmp_path)
+    tracker.on_end(session, {})
+    assert session.notes == ["LostServer could not be closed: ConnectionError: connection reset by peer"]
+    tracker.error = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OutputError, match="cannot be written any more: No space left"):
+        tracker.on_end(session, {})
 
 
 def test_the_tokenizer_of_the_sample_is_opened_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwise.job.section import Section
+from shardwise.job.section import Section, UserPath
 
 
 class LaunchSection(Section):
@@ -19,7 +19,7 @@ class LaunchSection(Section):
         default=None,
         description="Name of the launched job; unset: that of the job's file. Lower-case letters, digits and `-`.",
     )
-    cluster: str | None = Field(
+    cluster: UserPath | None = Field(
         default=None,
         description="Nodes to start on, as `shardwise plan --cluster` takes them: `p5.48xlarge:4`, `h200:8`, `cpu:2` "
         "or a YAML file.",

@@ -8,7 +8,6 @@ descriptions below.
 
 from __future__ import annotations
 
-import os.path
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from shardwise.job.attention_kernels import KERNELS
 from shardwise.job.launch_section import LaunchSection
-from shardwise.job.section import RootSection, Section
+from shardwise.job.section import RootSection, Section, UserPath
 
 MOST = (1 << 63) - 1  # what torch, numpy and files take as a size
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -32,10 +31,6 @@ def _check_reference(name: str) -> str:
     return name
 
 
-def _expand_home(path: str) -> str:
-    return os.path.expanduser(path)
-
-
 def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
@@ -44,7 +39,6 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
-UserPath = Annotated[str, AfterValidator(_expand_home)]  # `~` is the home directory, which no shell may have put in
 OwnObject = Annotated[str, AfterValidator(_check_reference)]  # of the user's own code
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 Pattern = Annotated[str, AfterValidator(_check_pattern)]  # matched against whole names

@@ -7,18 +7,21 @@ models, `shardwise.job.keys` the keys of the whole Job.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from shardwise.errors import ConfigError
 from shardwise.job.smp_options import BY_NAME
 from shardwise.words import nearest, one_of
+
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]  # `~` is the home directory; no shell may have put it in
 
 
 class Section(BaseModel):

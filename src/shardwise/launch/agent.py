@@ -23,6 +23,7 @@ from shardwise.launch.diagnosis import diagnose_failure, reports_of
 from shardwise.launch.failure import announced
 from shardwise.launch.interrupt import SIGNALS, interrupts_held_back
 from shardwise.launch.rendezvous import HostRendezvous
+from shardwise.launch.results import results_over_pipes
 from shardwise.launch.signals import Forwarding
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -50,7 +51,7 @@ class Agent(LocalElasticAgent):
         return reports_of(self._directory, self._restarts)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with interrupts_held_back():
+        with interrupts_held_back(), results_over_pipes():
             return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

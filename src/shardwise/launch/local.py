@@ -86,7 +86,6 @@ def run_local(
     if device_type == "cuda" and torch.cuda.device_count() == 0:
         raise MachineError("the workers are for CUDA and this host shows no GPU; use parallel.device=cpu")
     refuse_unguarded_script("local workers")
-    _check_locks()
     try:
         with ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-run-")))  # mode 0700
@@ -128,21 +127,6 @@ def refuse_unguarded_script(caller: str) -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         print(f"error: {caller}: {UNGUARDED}", file=sys.stderr, flush=True)
         raise SystemExit(UNGUARDED_EXIT)
-
-
-def _check_locks() -> None:
-    """Refuse a machine on which Python makes no locks between processes. Elastic needs them, the engine does not.
-
-    Raises:
-        MachineError: with what else starts ranks.
-    """
-    try:
-        multiprocessing.get_context("spawn").Lock()
-    except OSError as error:
-        raise MachineError(
-            f"local workers need locks in /dev/shm, which cannot be written: {error.strerror}; mount a tmpfs that can "
-            "be there, or start the ranks with torchrun, which needs none"
-        ) from error
 
 
 def _spec(call: Call, workers: int, max_restarts: int, host: HostEnvironment | None) -> WorkerSpec:

@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record, plain
-from shardwise.observe.output_disk import writing
+from shardwise.observe.output_disk import reported, writing
 
 _SECTIONS = {
     "validation_loss": "validation/loss",
@@ -69,8 +69,8 @@ class Tracker(Callback):
             self._keep(record)
 
     def on_end(self, session: ObservedSession, result: Record) -> None:
-        """Close the tracker."""
-        with writing(self._output):
+        """Close the tracker. A server that is gone by then takes nothing away from the run."""
+        with reported(session, f"{type(self).__name__} could not be closed"), writing(self._output):
             self.close()
 
     def on_failure(self, session: ObservedSession, error: BaseException) -> None:

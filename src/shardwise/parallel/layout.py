@@ -242,6 +242,34 @@ class ExpertLevels(NamedTuple):
     local: ProcessGroup | None = None
     cross: ProcessGroup | None = None
 
+    @classmethod
+    def of(cls, layout: Layout, sharing: ProcessGroup, members_of: Callable[[int], tuple[int, ...]]) -> ExpertLevels:
+        """Return `sharing` with its two levels where it is on several hosts, with equally many ranks on each.
+
+        Collective, as `Layout.group`.
+
+        Args:
+            members_of: the ranks that share experts with a rank, in the order of the experts.
+        """
+        hosts = [_by_host(members_of(rank), layout.local_size) for rank in range(layout.world_size)]
+        if any(len(members) == 1 or len(set(map(len, members))) > 1 for members in hosts):
+            return cls(sharing)
+
+        def local(rank: int) -> tuple[int, ...]:
+            return next(host for host in hosts[rank] if rank in host)
+
+        def cross(rank: int) -> tuple[int, ...]:
+            index = local(rank).index(rank)
+            return tuple(host[index] for host in hosts[rank])
+
+        of = layout.group_of
+        return cls(sharing, of(("expert local",), local), of(("expert cross",), cross))
+
+
+def _by_host(members: tuple[int, ...], local_size: int) -> list[tuple[int, ...]]:
+    by_host = itertools.groupby(members, lambda member: member // local_size)
+    return [tuple(host) for _, host in by_host]
+
 
 @dataclass(frozen=True)
 class ExpertView:
@@ -281,23 +309,8 @@ class ExpertView:
         return self._group("expert", 1, self.degree)
 
     def levels(self) -> ExpertLevels:
-        """Return the same ranks, with their two levels where they are on several hosts, equally many on each.
-
-        Collective, as `Layout.group`.
-        """
-        hosts = [self._by_host(rank) for rank in range(self.layout.world_size)]
-        if any(len(members) == 1 or len(set(map(len, members))) > 1 for members in hosts):
-            return ExpertLevels(self.group())
-
-        def local(rank: int) -> tuple[int, ...]:
-            return next(host for host in hosts[rank] if rank in host)
-
-        def cross(rank: int) -> tuple[int, ...]:
-            index = local(rank).index(rank)
-            return tuple(host[index] for host in hosts[rank])
-
-        of = self.layout.group_of
-        return ExpertLevels(self.group(), of(("expert local",), local), of(("expert cross",), cross))
+        """Return the same ranks with their two levels. Collective, as `Layout.group`."""
+        return ExpertLevels.of(self.layout, self.group(), lambda rank: self._members(rank, 1, self.degree))
 
     def mesh(self) -> DeviceMesh:
         """Return FSDP2's mesh of the ranks that hold the same experts: over shards, or (replica, shard)."""
@@ -324,12 +337,6 @@ class ExpertView:
         place = members.index(rank)
         first = place - place // stride % size * stride
         return members[first : first + stride * size : stride]
-
-    def _by_host(self, rank: int) -> list[tuple[int, ...]]:
-        """Return the ranks that share the experts with `rank`, by host."""
-        members = self._members(rank, 1, self.degree)
-        by_host = itertools.groupby(members, lambda member: member // self.layout.local_size)
-        return [tuple(host) for _, host in by_host]
 
 
 def refuse_unknown_axes(degrees: Mapping[Axis, int]) -> None:

@@ -12,7 +12,7 @@ from shardwise.errors import OutputError
 from shardwise.job.sources import job_to_yaml
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import MetricsWriter, Record
-from shardwise.observe.output_disk import writing
+from shardwise.observe.output_disk import reported, writing
 from shardwise.observe.report import write_report
 from shardwise.training.output import METRICS_FILE, clear_output, job_fingerprint, write_run
 from shardwise.training.setup import AssembledJob
@@ -52,8 +52,9 @@ class Recorder(Callback):
     def on_end(self, session: ObservedSession, result: Record) -> None:
         """Write the result and the report."""
         self.describe("result", result)
-        with writing(self.output):
+        with reported(session, "no report"), writing(self.output):
             write_report(self.output)
+        with writing(self.output):
             self._close()
 
     def on_failure(self, session: ObservedSession, error: BaseException) -> None:

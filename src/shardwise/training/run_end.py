@@ -12,7 +12,7 @@ from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
-from shardwise.observe.output_disk import writing
+from shardwise.observe.output_disk import reported, writing
 from shardwise.training.output import ADAPTER_DIRECTORY, MODEL_DIRECTORY, REPORT_FILE, SAMPLE_FILE
 from shardwise.training.sample import generate
 from shardwise.training.setup import AssembledJob
@@ -101,16 +101,13 @@ class TextSample(Callback):
         if result["stopped"] or self._tokenizer is None:
             return
         job, output = session.job, Path(session.job.output)
-        try:
+        with reported(session, "no sample"):  # the tokenizer may have code of its own
             tokens = generate(self._assembled.model, self._prompt, job.observe.sample_tokens, job.training.seed)
             text = str(self._tokenizer.decode(tokens))
             if session.rank == 0:
                 with writing(output):
                     (output / SAMPLE_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
-        except Exception as error:  # the tokenizer may have code of its own
-            session.note(f"no sample: {type(error).__name__}: {error}")
-            return
-        session.note(f"sample:\n{text}")
+            session.note(f"sample:\n{text}")
 
     def _tokens_of_prompt(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         given = self._assembled.plan.job.observe.sample_prompt

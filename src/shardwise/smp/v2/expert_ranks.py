@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from shardwise.job.axes import Axis, data_axes, replica_axes
-from shardwise.parallel.layout import Layout
+from shardwise.parallel.layout import ExpertLevels, Layout
 
 SEED = "_expert_seed"  # where a model keeps the seed of its experts
 SHARED = "_experts_shared_among"  # where a stack of experts keeps its `ExpertRanks`
@@ -33,6 +33,10 @@ class ExpertRanks:
         """Return the ranks that together hold all experts, in the order of the experts. Collective on first use."""
         return self.layout.group_of(("experts shared",), self._near)
 
+    def levels(self) -> ExpertLevels:
+        """Return the ranks of `sharing` with their two levels. Collective on first use."""
+        return ExpertLevels.of(self.layout, self.sharing(), self._near)
+
     def copies(self) -> dist.ProcessGroup:
         """Return the ranks that hold the same shard of the same experts. Collective on first use."""
         return self.layout.group_of(("experts copied",), lambda rank: self._like(rank, *replica_axes()))
@@ -47,7 +51,7 @@ class ExpertRanks:
 
     def make_groups(self) -> None:
         """Make all groups, while every rank is here."""
-        for group in (self.sharing, self.copies, self.holders, self.parts):
+        for group in (self.levels, self.copies, self.holders, self.parts):
             group()
 
     def _near(self, rank: int) -> tuple[int, ...]:

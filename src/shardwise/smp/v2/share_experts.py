@@ -20,7 +20,6 @@ from shardwise.kernels.experts import ExpertForward, SortedExperts
 from shardwise.model.experts import ExpertCall, call_of, indivisible
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.experts import SharedExperts
-from shardwise.parallel.layout import ExpertLevels
 from shardwise.parallel.tensor_map import ParameterSplit
 from shardwise.parallel.transforms.expert import keep_own_experts
 from shardwise.smp.v2.expert_ranks import SHARED, ExpertRanks
@@ -51,7 +50,7 @@ def share_experts(model: nn.Module, facts: ModelFacts, ranks: ExpertRanks) -> di
         splits |= keep_own_experts(stack, name, number, ranks.degree, ranks.index())
         call = call_of(stack) or ExpertCall.ROUTED
         own = SortedExperts(stack, _with_scaled_gradients(stack.forward, factor), call)
-        stack.forward = SharedExperts(name, own, number, ExpertLevels(ranks.sharing()), tensor).forward
+        stack.forward = SharedExperts(name, own, number, ranks.levels(), tensor).forward
         vars(stack)[SHARED] = ranks
     return splits
 
