@@ -42,6 +42,7 @@ class Habit:
         keys: keys of the job beside those of the layout.
         untried: layouts on which one rank alone refuses it: that ends a job, while a test's other ranks would wait.
         quick: layouts that are tried in every run of the tests, beside the first that refuses; the rest are slow tests.
+        exact: largest error of a parameter in a job in fp64.
     """
 
     module: str
@@ -52,6 +53,7 @@ class Habit:
     keys: Sections = field(default_factory=dict)
     quick: tuple[str, ...] = (SHARDS,)
     untried: tuple[str, ...] = ()
+    exact: float = 1e-9
 
     def __str__(self) -> str:
         return self.module
@@ -273,6 +275,7 @@ HABITS: tuple[Habit, ...] = (
         remedy="`torch.view_as_complex` of a real parameter",
         keys={"training": {"microbatch_size": None}},  # gradients of complex64 are rounded in each microbatch
         quick=(ONE,),
+        exact=1e-7,  # and an ulp of fp64, which torch's products differ by, may round one to its neighbour
     ),
     Habit("ParameterAttributes", "attributes that are set on parameters", quick=(STAGES,)),
     Habit(

@@ -14,7 +14,6 @@ from tests.habits.table import HABITS, HALF, LAYOUTS, Habit
 from tests.habits.trial import Trial, make_job, try_module
 from tools.habits import PAGE, page_with_table
 
-EXACT = 1e-9  # of parameters in fp64
 ROUNDED = 3e-2  # of losses in bf16
 
 
@@ -40,7 +39,7 @@ def check(pool: WorldPool, directory: Path, habit: Habit, layout: str) -> None:
 def outcome_agrees(trial: Trial, habit: Habit, layout: str) -> bool:
     if layout in habit.refused:
         return re.search(habit.refused[layout], trial.refusal) is not None
-    return trial.losses < ROUNDED if layout == HALF else trial.parameters < EXACT
+    return trial.losses < ROUNDED if layout == HALF else trial.parameters < habit.exact
 
 
 @pytest.mark.parametrize(("habit", "layout"), cases(quick=True), ids=str)

@@ -85,9 +85,19 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def test_results_come_back_by_rank(empty_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_come_back_by_rank(
+    empty_directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without Python's locks, as where /dev/shm cannot be written; the results are more than a pipe holds."""
+
+    def refuse(*arguments: object, **settings: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(synchronize.SemLock, "__init__", refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        multiprocessing.get_context("spawn").Event()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    text = "costs $$5 ${local_rank}"
+    text = "costs $$5 ${local_rank}" * 2**14
     before = children()
     assert run_local(everyone, (text,), 2) == [(0, 2.0, text, "127.0.0.1"), (1, 2.0, text, "127.0.0.1")]
     left = [psutil.Process(pid).cmdline() for pid in children() - before]
@@ -193,19 +203,6 @@ def test_a_worker_that_imports_its_launcher_ends(
         train({})  # type: ignore[arg-type]
     assert ended.value.code == UNGUARDED_EXIT
     assert "shardwise.train: a worker imports the script" in capsys.readouterr().err
-
-
-def test_workers_need_no_locks_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where /dev/shm cannot be written."""
-
-    def refuse(*arguments: object, **settings: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(synchronize.SemLock, "__init__", refuse)
-    with pytest.raises(OSError, match="Read-only"):
-        multiprocessing.get_context("spawn").Event()
-    large = "x" * 2**20  # more than a pipe holds
-    assert [text for _, _, text, _ in run_local(everyone, (large,), 2)] == [large, large]
 
 
 def test_gpu_workers_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ def test_spans_agree_with_one_process(
     check_agrees(world_pool, ranks, bart_span_job(corpora, family, parallel=parallel, blocks=(3, 2)))
 
 
-@pytest.mark.parametrize("family", ["bart", pytest.param("marian", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bart", "marian"])
 def test_names_and_weights_are_those_of_the_model(world_pool: WorldPool, corpora: Path, family: str) -> None:
     """The embedding is on the stages that use it, and so are the tables of positions; evaluation agrees."""
     parallel = {**FOUR, **at(0, 1, 2, 3, 3, encoder=3)}
@@ -156,7 +157,10 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
             "model.decoder.layers.0 does not hand on what the blocks before it do",
             marks=pytest.mark.slow,
         ),
-        ("bigbird_pegasus", {}, "its forward reaches into its blocks: it raises AttributeError"),
+        pytest.param(
+            *("bigbird_pegasus", {}, "its forward reaches into its blocks: it raises AttributeError"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(corpora: Path, family: str, more: dict[str, Any], reason: str) -> None:

@@ -99,6 +99,7 @@ def initial(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, initial, experts_job(corpora, "mixtral", config=UNGROUPED))[0]
     for ranks, parallel in ((2, TENSOR), (4, TENSOR), (4, {**TENSOR, **TWO})):

@@ -61,7 +61,10 @@ def with_fault(job: Job, fault: str) -> VerifyReport | None:
         pytest.param(
             *("gpt2", {"parallel": TENSOR, "memory": {"activation_checkpointing": "full"}}), marks=pytest.mark.slow
         ),
-        ("llama", {"parallel": {**TENSOR, "sequence_parallel": True}, "training": {"microbatch_size": 4}}),
+        pytest.param(
+            *("llama", {"parallel": {**TENSOR, "sequence_parallel": True}, "training": {"microbatch_size": 4}}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("gpt2", {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"}}), marks=pytest.mark.slow
         ),
@@ -96,7 +99,7 @@ def gathered(job: Job) -> Job:
 @pytest.mark.parametrize(
     "family, ranks, sections",
     [
-        ("llama", 3, {"training": {"sequences_per_step": 6}}),
+        pytest.param("llama", 3, {"training": {"sequences_per_step": 6}}, marks=pytest.mark.slow),
         # By place: of documents drawn by hash, two elements lie where a sum in another order rounds them to the next
         # float8 number, and the gradients of those columns differ by up to 1.5e-2.
         pytest.param(

@@ -1,6 +1,6 @@
 """200 random jobs that the legality table allows, one real step each at toy size: none fails, every loss is finite.
 
-By default the first 24th is drawn and run, with `-m slow` the others.
+By default the first 48th is drawn and run, with `-m slow` the others.
 
 Values are drawn blindly, legal or not; `resolve` says which combinations are jobs, so that a rule that is missing
 shows as a failing step. SHARDWISE_TEST_SEED draws others, SHARDWISE_TEST_JOBS more.
@@ -145,7 +145,7 @@ def run_one(job: Job, facts: ModelFacts) -> tuple[float, float]:
         raise RuntimeError(f"seed {SEED}, job {job.model_dump_json(exclude_defaults=True)}") from error
 
 
-SOME = JOBS // 24
+SOME = JOBS // 48
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ BIAS: dict[str, Any] = {"bias_update_rate": 0.1}
 ONE = {"sequences_per_step": 8, "gradient_accumulation": 1}
 
 QUICK = [
-    ("qwen3_moe", 2, {"router": LOSSES}),
     ("qwen3_moe", 4, {"router": LAYER, "parallel": {**EXPERT, **PIPELINE}}),
     ("glm4_moe", 2, {"router": BIAS, "parallel": EXPERT}),
     ("qwen3_moe", 2, {"router": SEQUENCE, "parallel": EXPERT}),
 ]
 SLOW = [
+    ("qwen3_moe", 2, {"router": LOSSES}),
     ("qwen3_moe", 4, {"router": LOSSES, "parallel": {**EXPERT, **PIPELINE}}),
     ("qwen3_moe", 2, {"router": LAYER, "training": ONE, "memory": FULL}),
     ("qwen3_moe", 4, {"router": LAYER, "parallel": {**TENSOR, **CONTEXT, "sequence_parallel": True}}),

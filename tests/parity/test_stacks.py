@@ -42,11 +42,11 @@ def at(*stages: int, encoder: int, names: str = "{}.block.{}") -> dict[str, Any]
 
 # Where the cut lies: in the encoder, between the stacks, in the decoder; dropout is on in all of them.
 CASES = [
-    (2, {"parallel": {**TWO, **at(0, 1, 1, 1, 1, encoder=3)}, **TALL}),
     (4, {"parallel": FOUR, **TALL, "training": UNEVEN}),
-    (4, {"parallel": {**TWO, **TENSOR}, **TALL}),
 ]
 SLOW: list[tuple[int, dict[str, Any]]] = [
+    (2, {"parallel": {**TWO, **at(0, 1, 1, 1, 1, encoder=3)}, **TALL}),
+    (4, {"parallel": {**TWO, **TENSOR}, **TALL}),
     (4, {"parallel": {**FOUR, "pipeline": "simple"}, **TALL, **FLAN}),
     (4, {"parallel": {**TWO, **SHARD}, **TALL}),
     (4, {"parallel": {**TWO, "shard_optimizer_state": True}, **LONG}),

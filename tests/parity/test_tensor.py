@@ -95,13 +95,13 @@ def test_an_encoder_and_a_decoder_agree_with_one_process(
 
 SPANS = [
     (4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, "training": {"sequences_per_step": 7}, **FP32}),
-    pytest.param(2, {"tied": False, "gated": True, "memory": {"activation_checkpointing": "full"}, **FP32},
-                 marks=pytest.mark.slow),
-    pytest.param(4, {"parallel": FOUR, "dropout": 0.0, "model": {"attention": "auto"}, **FP32}, marks=pytest.mark.slow),
-    pytest.param(3, {"precision": {"compute": "bf16"}}, marks=pytest.mark.slow),
+    (2, {"tied": False, "gated": True, "memory": {"activation_checkpointing": "full"}, **FP32}),
+    (4, {"parallel": FOUR, "dropout": 0.0, "model": {"attention": "auto"}, **FP32}),
+    (3, {"precision": {"compute": "bf16"}}),
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, settings", SPANS)
 def test_a_t5_of_a_config_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, ranks: int, settings: dict[str, Any]
@@ -113,7 +113,9 @@ def initial(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "gpt_neox"))]
+)
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path, family: str) -> None:
     alone = world_pool.run(1, initial, tensor_job(corpora, family))[0]
     for ranks, parallel in ((2, TWO), (4, TWO), (4, FOUR)):

@@ -68,7 +68,8 @@ def test_agrees_with_one_process(
 
 
 @pytest.mark.parametrize(
-    "ranks, name, parallel", [(3, "SkipNet", {"pipeline_parallel_degree": 3}), (4, "Interleaved", TWO)]
+    "ranks, name, parallel",
+    [pytest.param(3, "SkipNet", {"pipeline_parallel_degree": 3}, marks=pytest.mark.slow), (4, "Interleaved", TWO)],
 )
 def test_states_of_a_traced_stage_are_exact(
     world_pool: WorldPool, corpora: Path, ranks: int, name: str, parallel: dict[str, Any]

@@ -281,6 +281,7 @@ def test_agrees_with_measured_peaks_of_stages(
     )
 
 
+@pytest.mark.slow
 def test_further_microbatches_take_no_more_memory_on_stages(world_pool: WorldPool) -> None:
     """Hidden states and gradients have room from when they are on their way to when they have been read."""
     peaks = []
@@ -436,6 +437,7 @@ def messages_left(job: dict[str, Any]) -> list[int]:
     return [*left, len(messages)]
 
 
+@pytest.mark.slow
 def test_no_message_of_float8_is_left_where_a_unit_is_reduced(world_pool: WorldPool) -> None:
     """So the formula leaves them out."""
     precision = {"compute": "bf16", "fp8": "emulate", "fp8_layers": "all", "fp8_all_gather": True}
@@ -474,9 +476,8 @@ def test_frozen_parameters_have_no_states() -> None:
 LONG: dict[str, Any] = {"data": {"sequence_length": 500}, "training": {"sequences_per_step": 2}}
 
 
-@pytest.mark.parametrize(
-    "method", ["all_gather", *(pytest.param(m, marks=pytest.mark.slow) for m in ("ulysses", "ring"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
 def test_peak_is_predicted_for_split_sequences(world_pool: WorldPool, method: str) -> None:
     parallel = {"context_parallel_degree": 2, "context_parallel_method": method}
     check(world_pool, 2, config={**NEOX, "max_position_embeddings": 512}, parallel=parallel, **LONG)

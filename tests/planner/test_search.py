@@ -295,6 +295,7 @@ def test_mistakes_are_named(words: tuple[str, ...], said: str, capsys: pytest.Ca
     assert code == 2 and said in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_has_to_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, "--model", "llama3-70b", "--cluster", "h100:2", "--limit", "10")
     assert code == 2 and "share of the host's memory is 256.0 GiB" in err and "nodes would do" in err

@@ -90,7 +90,9 @@ def _error(config: dict[str, Any], family: str) -> tuple[float, float, float, li
         (2, DDP | {"pipeline_parallel_degree": 2}, "gpt2"),
         (2, DDP | {"tensor_parallel_degree": 2}, "gpt2"),
         pytest.param(4, DDP | {"pipeline_parallel_degree": 2}, "gpt2", marks=pytest.mark.slow),
-        (4, DDP | {"tensor_parallel_degree": 2, "prescaled_batch": True}, "gpt_neox"),
+        pytest.param(
+            *(4, DDP | {"tensor_parallel_degree": 2, "prescaled_batch": True}, "gpt_neox"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_mean_as_a_hook_trains_as_without_one(

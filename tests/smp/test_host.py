@@ -157,7 +157,7 @@ def _updated_behind(own: bool) -> float:
         smp.state.reset()
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_update_is_not_lost_for_older_whole_weights(world_pool: WorldPool, own: bool) -> None:
     assert min(world_pool.run(2, _updated_behind, own)) > 1e-4
 

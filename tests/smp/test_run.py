@@ -39,7 +39,8 @@ def test_script_runs_unchanged_on_two_stages(tmp_path: Path) -> None:
     assert "stage 1: transformer.h.1" in done.stderr and done.stderr.count("NCCL is for CUDA") == 1
 
 
-@pytest.mark.parametrize("kind", ["untied", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "bart"))])
+@pytest.mark.parametrize("kind", ["untied", "tied", "bart"])
+@pytest.mark.slow
 def test_t5_and_bart_on_two_stages_are_plain_transformers(tmp_path: Path, kind: str) -> None:
     """Padding, labels that the model shifts itself, checkpointed blocks, a stop and a resume in between."""
     options = '{"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "interleaved"}'

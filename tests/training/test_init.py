@@ -26,11 +26,11 @@ from tests.parity.jobs import MODELS, VOCABULARY, make_job, make_module_job
 
 MODULE = {"factory": "tests.parity.jobs:Regression", "loss": "tests.parity.jobs:squared_error"}
 LAYOUTS = [
-    (2, {}),
-    (2, {"sharded_data_parallel_degree": 1}),
-    (2, {"shard_optimizer_state": True}),
-    (3, {}),
     (4, {"sharded_data_parallel_degree": 2}),
+    pytest.param(2, {}, marks=pytest.mark.slow),
+    pytest.param(2, {"sharded_data_parallel_degree": 1}, marks=pytest.mark.slow),
+    pytest.param(2, {"shard_optimizer_state": True}, marks=pytest.mark.slow),
+    pytest.param(3, {}, marks=pytest.mark.slow),
     pytest.param(8, {}, marks=pytest.mark.slow),
     pytest.param(8, {"sharded_data_parallel_degree": 4, "placement_strategy": "spread"}, marks=pytest.mark.slow),
 ]
