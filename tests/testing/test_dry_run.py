@@ -20,6 +20,7 @@ from shardwise.plan.plan import World
 from shardwise.planner.constants.inventory import presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.testing.dry_run import dry_run
+from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 
 NEOX = {
@@ -131,6 +132,23 @@ def test_what_cannot_be_traced_is_refused_by_name() -> None:
         traced(offloaded, 8, device="cuda")
     with pytest.raises(ConfigError, match="--rank=8 is not among the 8 ranks"):
         traced(settings(16), 8, rank=8)
+
+
+def expert_settings(model_type: str) -> dict[str, Any]:
+    experts = {"expert_parallel_degree": 2}
+    return settings(16, model={"config": toy_config(model_type)}, parallel=experts, data={"sequence_length": 16})
+
+
+def test_grouped_products_in_fp32_are_traced() -> None:
+    """Of which torch's own function of shapes knows bf16 alone."""
+    run = traced(expert_settings("mixtral"), 4)
+    assert abs(run.error) < 0.08
+
+
+@pytest.mark.parametrize("model_type", ["dbrx", "jetmoe"])
+def test_code_that_asks_for_values_is_refused_with_its_line(model_type: str) -> None:
+    with pytest.raises(ConfigError, match=rf"asks for the values of tensors \(.*modeling_{model_type}\.py:\d+\)"):
+        traced(expert_settings(model_type), 4)
 
 
 def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

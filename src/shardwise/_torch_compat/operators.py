@@ -27,6 +27,8 @@ PRODUCT_OPERATORS = tuple(
 )
 
 
+new_empty = _ATEN.new_empty.default
+grouped_product = _ATEN._grouped_mm.default
 read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "DataDependentOutputException",
     "FakeTensorMode",
     "TorchDispatchMode",
     "asks_for_values",

@@ -10,9 +10,11 @@ cannot see is refused by name (`REFUSALS`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +22,15 @@ import torch.distributed as dist
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from shardwise._torch_compat.groups import fake_store
-from shardwise._torch_compat.operators import read_scalar
-from shardwise._torch_compat.tracing import FakeTensorMode
+from shardwise._torch_compat.operators import grouped_product, new_empty, read_scalar
+from shardwise._torch_compat.tracing import DataDependentOutputException, FakeTensorMode, asks_for_values
 from shardwise.data.batch import Batch
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.axes import Axis
+from shardwise.job.objects import in_parentheses, is_users_file, raised_at
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.facts import ModelFacts
@@ -46,6 +50,7 @@ FAKE = "fake"
 STEPS = 2  # the first makes the optimizer's state
 MICROBATCHES = 2  # without a pipeline, more of them hold no more; with one, for each of its ranks
 MIB = 2**20
+TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -174,11 +179,29 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts) -> tuple[int, int]:
     modules = [part.module for built in (model, model.reference) if built is not None for part in built.parts]
     with fake:
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
-        with _Trace(*modules, optimizer.inner) as trace:
+        with _values_refused(), _Trace(*modules, optimizer.inner) as trace:
             for step in range(STEPS):
                 trace.measuring = step == STEPS - 1
                 _step(model, objective, optimizer)
     return trace.peak, trace.operators
+
+
+@contextmanager
+def _values_refused() -> Iterator[None]:
+    """Name the place of code that needs values of tensors: none has any here.
+
+    Raises:
+        ConfigError: with the file and the line that are not torch's or ours.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not asks_for_values(error):
+            raise
+        raise ConfigError(
+            f"--dry-run cannot trace code that asks for the values of tensors{in_parentheses(raised_at(error))}; leave "
+            "it out, or take the closed form of `shardwise plan`"
+        ) from error
 
 
 def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer) -> None:
@@ -211,8 +234,12 @@ class _Trace(LiveBytes):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operators += 1
-        if func is read_scalar:  # no value is known; the one that is read is the vote of torch stages, where 1 is yes
-            return 1
+        if func is read_scalar and not is_users_file(_caller()):
+            return 1  # no value is known; the one that we read is the vote of torch stages, where 1 is yes
+        if func is read_scalar:
+            raise DataDependentOutputException(func)
+        if func is grouped_product:  # torch knows its shape for bf16 alone
+            func, args, kwargs = new_empty, (args[0], _grouped_shape(*args, **(kwargs or {}))), {}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _sample(self) -> None:
@@ -220,6 +247,28 @@ class _Trace(LiveBytes):
         if self.measuring:
             alive = (reference() for reference in list(self._storages.values()))
             self.peak = max(self.peak, sum(storage.nbytes() for storage in alive if storage is not None))
+
+
+def _caller() -> str:
+    """Return the file that has called an operator: the first below that is neither torch's nor of a mode."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(TORCH) or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _grouped_shape(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> tuple[int, ...]:
+    """Return the shape of a grouped product: `offs` cuts the dimension that is not there thrice."""
+    if left.dim() == right.dim() == 2:
+        assert offs is not None
+        return (offs.shape[0], left.shape[0], right.shape[1])
+    if left.dim() == 2:
+        return (left.shape[0], right.shape[2])
+    return (left.shape[1], right.shape[1]) if right.dim() == 2 else (left.shape[0], left.shape[1], right.shape[2])
 
 
 def describe(run: DryRun) -> Group:
