@@ -229,8 +229,8 @@ def test_data_set_of_ones_own(make_job: JobMaker) -> None:
 
 
 BAD_FACTORIES = {
-    "sample 0 is list; it must be a dict of tensors": {"kind": "list"},
-    "sample 0 is a dict of int; it must be": {"kind": "numbers"},
+    "sample 0 is list; return a dict of tensors": {"kind": "list"},
+    "sample 0 is a dict of int; return": {"kind": "numbers"},
     "has no model inputs": {"kind": "labels only"},
     r"raised RuntimeError: no such file \(.*test_prepare\.py:\d+\)": {"kind": "raises"},
     "has 1 samples": {"size": 1},

@@ -63,7 +63,9 @@ def read_template(data: DataSection) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template={data.chat_template!r} cannot be read: {error}") from error
+        raise DataError(
+            f"data.chat_template={data.chat_template!r} cannot be read: {error}; give a readable text file"
+        ) from error
 
 
 class ChatTemplate:

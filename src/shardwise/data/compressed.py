@@ -68,4 +68,4 @@ def opened_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         why = getattr(error, "strerror", None) or str(error)
         damaged = "" if decompressor is None else f" as {path.suffix} file; it may be damaged or cut off"
-        raise DataError(f"{path} cannot be read{damaged}: {why}") from error
+        raise DataError(f"{path} cannot be read{damaged}: {why}; write it again") from error

@@ -138,7 +138,10 @@ def find_corpus(data: DataSection) -> Corpus:
             "leave data.field out, or set data.format to jsonl, parquet, dataset or tokens"
         )
     if not files:
-        raise DataError(f"data.path={data.path!r}: no file to read with data.format={name}")
+        raise DataError(
+            f"data.path={data.path!r}: no file to read with data.format={name}; give another format, or a path with "
+            "such files"
+        )
     column = "input_ids" if name == "tokens" and data.field == "text" else data.field
     identity, size = _identity(files, name)
     return Corpus(
@@ -181,7 +184,7 @@ def _expand(data: DataSection) -> list[Path]:
         matches = [Path(match) for match in sorted(glob.glob(str(whole), recursive=True))]
         if matches:
             return matches
-        raise DataError(f"data.path={path!r} matches no file")
+        raise DataError(f"data.path={path!r} matches no file; give a file, a directory or another pattern")
     raise DataError(f"data.path={path!r} does not exist.{nearest_file(whole)}")
 
 
@@ -237,7 +240,7 @@ def _files(paths: list[Path], container: str) -> tuple[Path, ...]:
     if container == "dataset":
         for path in paths:
             if not any((path / name).is_file() for name in SAVED_DATASET):
-                raise DataError(f"{path} is not a directory written by datasets.save_to_disk")
+                raise DataError(f"{path} is not a directory written by datasets.save_to_disk; give one that is")
         return tuple(paths)
     files: list[Path] = []
     for path in paths:
@@ -286,7 +289,7 @@ def _identity(files: tuple[Path, ...], name: str) -> tuple[str, int]:
             try:
                 status = path.stat()
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+                raise DataError(f"{path} cannot be read: {error.strerror}; let this user read it") from error
             size += status.st_size
             when = sys.version if name == "stdlib" else status.st_mtime_ns
             entries.append((str(path.absolute()), status.st_size, when))

@@ -61,9 +61,12 @@ class Samples:
             what = type(sample).__name__
             if isinstance(sample, dict):
                 what = "a dict of " + ", ".join(sorted({type(value).__name__ for value in sample.values()}))
-            raise DataError(f"{self.name}: sample {self.base + index} is {what}; it must be a dict of tensors")
+            raise DataError(f"{self.name}: sample {self.base + index} is {what}; return a dict of tensors")
         if not set(sample) - {"labels"}:
-            raise DataError(f"{self.name}: sample {self.base + index} has no model inputs, its keys are {list(sample)}")
+            raise DataError(
+                f"{self.name}: sample {self.base + index} has no model inputs, its keys are {list(sample)}; add those "
+                "that the model's forward takes"
+            )
         return sample
 
     def _check_alike(self, first: dict[str, Tensor], other: dict[str, Tensor], index: int) -> None:
@@ -110,12 +113,16 @@ def open_samples(data: DataSection) -> tuple[Samples, Samples]:
     try:
         dataset = make(**data.factory_arguments)
     except Exception as error:  # the user's code may raise anything
-        raise DataError(f"{name} raised {named_error(error)}{in_parentheses(raised_at(error))}") from error
+        raise DataError(
+            f"{name} raised {named_error(error)}{in_parentheses(raised_at(error))}; mend it there"
+        ) from error
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{name} returned {type(dataset).__name__}; a map-style data set has __len__ and __getitem__")
+        raise DataError(
+            f"{name} returned {type(dataset).__name__}; return a map-style data set, with __len__ and __getitem__"
+        )
     size = len(dataset) if data.max_documents is None else min(len(dataset), data.max_documents)
     if size < 2:
-        raise DataError(f"{name} has {size} samples; one for training and one for validation are needed")
+        raise DataError(f"{name} has {size} samples; give two at least, one for training and one for validation")
     validation = max(1, floor(size * data.validation_fraction))
     training = Samples(dataset, 0, size - validation, name)
     training.sample(0)

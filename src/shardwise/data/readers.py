@@ -161,7 +161,9 @@ def parquet_rows(path: Path, required: Sequence[str], optional: Sequence[str] = 
                     number += 1
                     yield f"{path}, row {number}", row
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        raise DataError(
+            f"{path} cannot be read as Parquet: {error}; write it again, or set data.format to what it is"
+        ) from error
 
 
 def dataset_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
@@ -177,7 +179,9 @@ def dataset_rows(path: Path, required: Sequence[str], optional: Sequence[str] = 
                 number += 1
                 yield f"{path}, row {number}", dict(zip(wanted, values, strict=True))
     except (OSError, pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as a saved data set: {error}") from error
+        raise DataError(
+            f"{path} cannot be read as a saved data set: {error}; write it again with datasets.save_to_disk"
+        ) from error
 
 
 def _saved_dataset(path: Path) -> Any:

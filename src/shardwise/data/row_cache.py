@@ -96,7 +96,7 @@ def _build(target: Path, job: Job, corpus: Corpus, source: TokenizerSource, temp
     say(f"rendering and tokenizing {corpus.describe()}")
     known = _write_columns(target, renderer.tokenized(_completions(corpus, job.reads_pairs)), say)
     if not known["rows"]:
-        raise DataError(f"data.path={corpus.path!r} holds no row ({corpus.describe()})")
+        raise DataError(f"data.path={corpus.path!r} holds no row ({corpus.describe()}); give a path with rows")
     if not known["rows_with_target"]:
         raise DataError(
             f"data.path={corpus.path!r}: none of {known['rows']:,} rows has a token that is trained on "

@@ -163,9 +163,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 def _source(directory: Path, key: str, trust_remote_code: bool) -> TokenizerSource:
     directory = directory.expanduser().absolute()
     if not directory.is_dir():
-        raise DataError(f"{key}={str(directory)!r} is not a directory")
+        raise DataError(f"{key}={str(directory)!r} is not a directory; give the one with the tokenizer's files")
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
-        raise DataError(f"{key}={str(directory)!r} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})")
+        raise DataError(
+            f"{key}={str(directory)!r} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)}); give a directory "
+            "that does"
+        )
     files = [
         path for path in sorted(directory.iterdir()) if path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}
     ]
