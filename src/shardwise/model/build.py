@@ -449,6 +449,19 @@ def _guarded(where: str, call: Callable[[], Any]) -> Any:
 # --- a user's own module ---------------------------------------------------------------------------------------------
 
 
+def user_factory(job: Job) -> Callable[[], nn.Module]:
+    """Return what makes the module of `model.factory`, with its arguments.
+
+    Raises:
+        ConfigError: the factory is no function.
+    """
+    section = job.model
+    factory = load_object(str(section.factory), "model.factory")
+    if not callable(factory):
+        raise ConfigError(f"model.factory={section.factory!r} is a {type(factory).__name__}, not a function or class")
+    return lambda: factory(**copy.deepcopy(section.factory_arguments))
+
+
 def construct_user_module(job: Job) -> ConstructedModule:
     """Return the module of `model.factory` on the meta device, with what its constructor computed.
 
@@ -456,13 +469,10 @@ def construct_user_module(job: Job) -> ConstructedModule:
         ConfigError: the factory is no function.
         ModelError: it raises, or returns something that cannot be trained.
     """
-    section = job.model
-    where = f"model.factory={section.factory!r}"
-    factory = load_object(str(section.factory), "model.factory")
-    if not callable(factory):
-        raise ConfigError(f"{where} is a {type(factory).__name__}, not a function or class")
+    where = f"model.factory={job.model.factory!r}"
+    factory = user_factory(job)
     try:
-        constructed = construct(lambda: factory(**copy.deepcopy(section.factory_arguments)), job.training.seed)
+        constructed = construct(factory, job.training.seed)
     except NotAModule as error:
         raise ModelError(f"{where} {error}") from error
     except Exception as error:

@@ -230,6 +230,7 @@ class ModelFacts:
     replaced_parameters: tuple[str, ...] = ()  # of a user's module, by others that its forward makes
     effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
+    couples_rows: bool = False  # a user's forward decides by values for rows together
     changes_numbers: bool = False  # a user's blocks change numbers that other code may read
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
     cast_arguments: tuple[str, ...] = ()  # of a user's module, float ones that it cannot take in fp32 in 16 bits

@@ -55,5 +55,14 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: f"{d.accumulation.value} microbatches of {d.microbatch.value} do not fit the "
          f"{d.sequences_per_rank} sequences a rank ({d.sequences.value} a step / {d.data_ranks} data ranks)",
          use=_accumulation_fix),
+    Rule("coupled-rows", ("training.microbatch_size",),
+         "a forward that decides by values for rows together is given its microbatches by the job, not by the layout",
+         lambda d: d.facts.couples_rows and d.training.microbatch_size is None
+         and d.data_ranks * d.accumulation.value > 1,
+         fix="set training.microbatch_size",
+         because=lambda d: f"{d.facts.definition} decides by values of all rows that are together, and of the "
+         f"{d.sequences.value} rows of a step that would be those that a rank happens to have",
+         use=lambda d: f"set training.microbatch_size, such as {d.microbatch.value}: it is then the same on every "
+         "layout"),
 )
 # fmt: on

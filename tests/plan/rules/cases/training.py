@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardwise.model.facts import ModelFacts
@@ -32,6 +33,13 @@ CASES = {
         {"training": {"microbatch_size": 2, "gradient_accumulation": 3, "sequences_per_step": 16}},
         {"training": {"microbatch_size": 2, "gradient_accumulation": 2, "sequences_per_step": 16}},
         "use gradient_accumulation 2",
+    ),
+    "coupled-rows": case(
+        {"training": {"sequences_per_step": 16}},
+        {"training": {"sequences_per_step": 16, "microbatch_size": 2}},
+        "set training.microbatch_size, such as 4",
+        CPU4,
+        replace(FACTS, couples_rows=True),
     ),
 }
 
