@@ -58,6 +58,20 @@ def test_an_exchange_costs_more_between_nodes_and_with_uneven_loads() -> None:
     assert even < seconds[2] < 1.21 * even
 
 
+def test_each_stack_of_a_block_has_an_exchange_of_its_own() -> None:
+    """JetMoE routes its attention too: of both, rows go to one stack of experts and to another."""
+    shapes = {}
+    for model_type in ("jetmoe", "mixtral"):
+        job = Job.model_validate({"model": {"config": toy_config(model_type)}})
+        shapes[model_type] = ModelShape.of(study(job))
+    assert (shapes["jetmoe"].expert_stacks, shapes["mixtral"].expert_stacks) == (4, 1)
+    one, two = (
+        block_traffic(replace(configured(expert=16), model=replace(QWEN, expert_stacks=stacks)))["expert"]
+        for stacks in (1, 2)
+    )
+    assert two == 2 * one
+
+
 def test_rows_of_a_job_cross_once_where_a_node_has_several_ranks() -> None:
     sections = {"parallel": {"expert_parallel_degree": 4}, "data": {"sequence_length": 64}}
     job = Job.model_validate({"model": {"config": toy_config("qwen3_moe")}, **sections})

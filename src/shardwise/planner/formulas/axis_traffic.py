@@ -85,7 +85,8 @@ def _exchange(configuration: TrainingConfiguration) -> float:
     copies = model.experts_of_token if configuration.copies_on_nodes else 1
     rounds = (4 + 2 * again) * exchange_seconds(size, sharing, copies)
     rounds *= configuration.stack.expert_exposed
-    return model.expert_layers * (rounds + (1 + again) * exchange_seconds(8.0 * model.experts, sharing))
+    counts = (1 + again) * exchange_seconds(8.0 * model.experts, sharing)
+    return model.expert_layers * model.expert_stacks * (rounds + counts)
 
 
 def _ends_sharded(configuration: TrainingConfiguration, work: StageWork) -> float:

@@ -58,7 +58,8 @@ class ModelShape:
     overrides the formula of `parameters` where it is known. `idle` counts a block's parameters of experts that a token
     does not go through; `intermediate` is then the width of all that it goes through. Of a block, `stacked` counts the
     parameters of experts that ranks can share; they are `experts` of width `expert_width`, and a token goes to
-    `experts_of_token` of them. `windowed` is the share of the blocks whose attention looks back `window` tokens.
+    `experts_of_token` of them, with an exchange of rows for each of `expert_stacks` in turn. `windowed` is the share of
+    the blocks whose attention looks back `window` tokens.
     """
 
     name: str
@@ -77,6 +78,7 @@ class ModelShape:
     experts: int = 0
     experts_of_token: int = 0
     expert_width: int = 0
+    expert_stacks: float = 1.0
     stacked: int = 0
     latent: LatentAttention | None = None
     window: int = 0
@@ -205,6 +207,7 @@ def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, A
         "experts": number,
         "experts_of_token": facts.experts_of_token,
         "expert_width": one // ((3 if gated else 2) * facts.hidden_size * number),
+        "expert_stacks": len(facts.expert_stacks) / max(1, len(owners)),
         "stacked": stacked // max(1, layers),
     }
 
