@@ -327,6 +327,7 @@ def generators(job: Job) -> list[float]:
     return torch.rand(2).tolist()
 
 
+@pytest.mark.slow
 def test_random_state_returns_to_the_same_ranks(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     """Fused attention dropout draws from it, so an exact resume needs it."""
     job = a_job(corpora, tmp_path / "run", dropout=0.1, attention="sdpa", precision={"compute": "fp32"})

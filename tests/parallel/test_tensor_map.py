@@ -64,7 +64,7 @@ def stored_and_gathered(job: Any) -> bool:
         (2, {"tensor_parallel_degree": 2}),
         (4, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
         pytest.param(*(8, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}), marks=pytest.mark.slow),
-        (6, {"tensor_parallel_degree": 2, "placement_strategy": "spread"}),
+        pytest.param(*(6, {"tensor_parallel_degree": 2, "placement_strategy": "spread"}), marks=pytest.mark.slow),
         (4, {"tensor_parallel_degree": 4}),
         pytest.param(8, {"tensor_parallel_degree": 4}, marks=pytest.mark.slow),
     ],

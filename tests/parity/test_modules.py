@@ -19,7 +19,10 @@ from tests.parity.jobs import make_module_job, verify_one
         pytest.param(8, {"memory": {"activation_checkpointing": "full"}}, marks=pytest.mark.slow),
         (2, {"precision": {"compute": "bf16"}}),
         (2, {"parallel": {"pipeline_parallel_degree": 2}, "training": {"sequences_per_step": 7, "microbatch_size": 2}}),
-        (4, {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "simple"}, "precision": {"compute": "bf16"}}),
+        pytest.param(
+            *(4, {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "simple"}, "precision": {"compute": "bf16"}}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_users_module_agrees(world_pool: WorldPool, corpora: Path, ranks: int, sections: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
 EIGHT = {"sequences_per_step": 15, "gradient_accumulation": 8}  # microbatches, the last one ragged
 RAGGED = {"sequences_per_step": 7, "gradient_accumulation": 4}
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
     ("gpt2", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "dropout": 0.1, "layers": 3,
                  "data": {"isolate_documents": True}}),
     ("bloom", 4, {"parallel": TWO, "layers": 3, "dropout": 0.1, **FP32}),  # a norm before the blocks, sharded
@@ -95,7 +96,6 @@ CASES = [
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
     # stages in a V: the tie is one parameter of rank 0, alone and sharded
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
-    ("gpt2", 4, {"parallel": {**TWO, "pipeline": "zbv"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
     # virtual stages
     ("gpt2", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "layers": 5, "dropout": 0.1}),
     # sharding, replicas, ZeRO-1, and the placements

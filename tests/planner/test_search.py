@@ -269,6 +269,7 @@ def test_the_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "default-src 'none'" in head and "https://" not in head
 
 
+@pytest.mark.slow
 def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, "--model", "llama3-8b", "--cluster", "h100:1", "--memory.offload_parameters", "false")
     assert code == 2
