@@ -313,13 +313,20 @@ def test_a_checkpoint_that_was_never_finished_is_no_reason_to_stop(
 
 
 def test_a_named_checkpoint_of_another_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
-    job = a_job(corpora, tmp_path / "run")
-    world_pool.run(2, train, job)
+    """Of its stable part, from which another decay begins: as in a run that was that long from the start."""
+
+    def stable(name: str, steps: int, decay: int, resume: str = "none") -> Job:
+        optimizer = {"schedule": "warmup_stable_decay", "warmup_steps": 1, "decay_steps": decay}
+        training = {"steps": steps}
+        return a_job(corpora, tmp_path / name, optimizer=optimizer, training=training, checkpoint={"resume": resume})
+
+    world_pool.run(2, train, stable("run", 6, 1))
     start = str(tmp_path / "run" / "checkpoints" / "step-00000004")
-    other = a_job(corpora, tmp_path / "other", checkpoint={"resume": start})
-    world_pool.run(2, train, other)
+    world_pool.run(2, train, stable("other", 8, 4, start))
+    whole = stable("whole", 8, 4)
+    world_pool.run(2, train, whole)
     records = read_metrics(tmp_path / "other" / "metrics.jsonl")
-    assert [r["loss"] for r in records if "loss" in r] == losses(job)[4:]
+    assert [r["loss"] for r in records if "loss" in r] == losses(whole)[4:]
 
 
 def generators(job: Job) -> list[float]:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _device_dtype_check_for_fused
+from transformers import get_scheduler
 
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise._torch_compat.tracing import FakeTensorMode
+from shardwise.job.schedules import FALLING, SHAPES
 from shardwise.job.schema import OptimizerSection
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
@@ -21,6 +23,14 @@ from shardwise.training.optimizer import ShardedOptimizer, learning_rate, make_t
 
 def made(model: nn.Module, **settings: Any) -> ShardedOptimizer:
     return ShardedOptimizer(TensorMap.of([model], Layout({})), OptimizerSection(**settings))
+
+
+EVERY_SCHEDULE: list[dict[str, Any]] = [
+    *({"schedule": name} for name in sorted(SHAPES.keys() - {"piecewise"})),
+    {"schedule": "piecewise", "milestones": {2: 0.5, 300: 0.25}},
+    *({"schedule": "warmup_stable_decay", "decay_type": kind, "decay_steps": 1} for kind in ("cosine", "1-sqrt")),
+    {"schedule": "cosine_with_restarts", "cycles": 7},
+]
 
 
 def model() -> nn.Module:
@@ -113,21 +123,20 @@ def test_a_refusal_is_seen_before_the_first_step() -> None:
     assert fuses_on_gpu(torch.optim.AdamW) and not fuses_on_gpu(Refusing)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup, steps", [(0, 10), (4, 10), (0, 1), (1, 2), (9, 10)])
-def test_schedules(schedule: Any, warmup: int, steps: int) -> None:
-    settings = OptimizerSection(
-        learning_rate=2.0, schedule=schedule, warmup_steps=warmup, final_learning_rate_ratio=0.25
-    )
+@pytest.mark.parametrize("given", EVERY_SCHEDULE, ids=str)
+@pytest.mark.parametrize("warmup, steps", [(0, 10), (4, 10), (0, 1), (1, 2), (9, 10), (7, 400)])
+def test_schedules(given: dict[str, Any], warmup: int, steps: int) -> None:
+    settings = OptimizerSection(learning_rate=2.0, warmup_steps=warmup, final_learning_rate_ratio=0.25, **given)
+    schedule = settings.schedule
     rates = [learning_rate(settings, step, steps, warmup) for step in range(steps)]
     assert rates[:warmup] == [2.0 * (step + 1) / warmup for step in range(warmup)]
-    assert rates[warmup] == 2.0
+    if schedule in ("constant", "linear", "cosine", "cosine_with_restarts"):
+        assert rates[warmup] == 2.0
     rest = rates[warmup:]
-    if schedule == "constant":
-        assert set(rest) == {2.0}
-    elif len(rest) > 1:
+    if schedule in FALLING and len(rest) > 1:
         assert rest[-1] == pytest.approx(0.5)
-        assert all(a > b for a, b in itertools.pairwise(rest))
+    if schedule != "cosine_with_restarts":
+        assert all(a >= b for a, b in itertools.pairwise(rest))
     assert rates == pytest.approx([scheduled_rate(settings, step, steps) for step in range(steps)], rel=1e-14)
 
 
@@ -137,6 +146,32 @@ def test_known_points_of_the_schedules() -> None:
     cosine = OptimizerSection(learning_rate=1.0, schedule="cosine", final_learning_rate_ratio=0.0)
     assert learning_rate(cosine, 2, 5, 0) == pytest.approx(0.5)
     assert learning_rate(cosine, 1, 4, 0) == pytest.approx(0.75)
+
+
+def test_known_points_of_further_schedules() -> None:
+    def rates(steps: int, warmup: int = 0, **settings: Any) -> list[float]:
+        section = OptimizerSection(learning_rate=1.0, final_learning_rate_ratio=0.0, **settings)
+        return [learning_rate(section, step, steps, warmup) for step in range(steps)]
+
+    stable = {"schedule": "warmup_stable_decay", "decay_steps": 4}
+    assert rates(8, 2, **stable) == [0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(8, **stable, decay_type="1-sqrt")[4] == 0.5
+    assert rates(8, **stable, decay_type="cosine")[5] == pytest.approx(0.5)
+    assert rates(30, schedule="warmup_stable_decay")[26:] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])  # a tenth
+    assert rates(16, 4, schedule="inverse_sqrt")[3::12] == [1.0, 0.5]
+    restarts = rates(9, schedule="cosine_with_restarts", cycles=2)
+    assert restarts == pytest.approx([1.0, 0.853553, 0.5, 0.146447] * 2 + [0.0], abs=1e-6)
+    piecewise = {"schedule": "piecewise", "milestones": {4: 0.1, 2: 0.3}}
+    assert rates(6, **piecewise) == [1.0, 1.0, 0.3, 0.3, 0.1, 0.1]
+
+
+def test_schedules_of_transformers_are_the_same_functions() -> None:
+    """Where theirs end at the last step too, or at none."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=4, num_training_steps=20)
+    ours = OptimizerSection(learning_rate=1.0, schedule="inverse_sqrt")
+    factor = theirs.lr_lambdas[0]  # of a count of steps that are done, which is one more here
+    assert [learning_rate(ours, step, 20, 4) for step in range(20)] == pytest.approx([factor(i + 1) for i in range(20)])
 
 
 def test_sgd_with_momentum_takes_a_late_first_gradient() -> None:

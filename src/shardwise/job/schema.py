@@ -21,6 +21,7 @@ from shardwise.job.section import RootSection, Section, UserPath
 MOST = (1 << 63) - 1  # what torch, numpy and files take as a size
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+NonNegativeNumber = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -44,6 +45,9 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 Pattern = Annotated[str, AfterValidator(_check_pattern)]  # matched against whole names
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
+ScheduleName = Literal[
+    "constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt", "piecewise"
+]
 Checkpointing = Literal["none", "full", "selective"]
 if TYPE_CHECKING:
     AttentionKernelName = str
@@ -394,10 +398,11 @@ class OptimizerSection(Section):
         description="Parameters with a learning rate or weight decay of their own; no parameter is in two groups, and "
         "those in none have the keys above.",
     )
-    schedule: Literal["constant", "linear", "cosine"] | OwnObject = Field(
+    schedule: ScheduleName | OwnObject = Field(
         default="cosine",
-        description="Shape after warm-up; or `package.module:function` of your own, called with (step, steps) for each "
-        "step from 0, which returns the learning rate as a factor of `learning_rate`, its warm-up included.",
+        description="Shape after warm-up, by transformers' names; or `package.module:function` of your own, called "
+        "with (step, steps) for each step from 0, which returns the learning rate as a factor of `learning_rate`, its "
+        "warm-up included.",
     )
     warmup_steps: Literal["auto"] | NonNegative = Field(
         default="auto", description="Steps of linear warm-up; `auto`: a sixth of the steps, at most 2000."
@@ -408,6 +413,19 @@ class OptimizerSection(Section):
         "epochs too.",
     )
     final_learning_rate_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
+    decay_steps: Positive | None = Field(
+        default=None,
+        description="Last steps of `warmup_stable_decay`, in which the rate falls from the peak; unset: a tenth. A run "
+        "that goes on from any checkpoint of the stable part may have other `training.steps`.",
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = Field(
+        default="linear", description="How the rate of `warmup_stable_decay` falls (`1-sqrt`: arXiv 2405.18392)."
+    )
+    cycles: Positive = Field(default=2, description="Times that `cosine_with_restarts` falls from the peak.")
+    milestones: dict[NonNegative, NonNegativeNumber] = Field(
+        default={},
+        description="Of `piecewise`: step -> factor of the peak from that step on, as `{1000: 0.3, 2000: 0.1}`.",
+    )
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="Clip by the global gradient norm; null switches it off."
     )

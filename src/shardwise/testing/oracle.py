@@ -549,7 +549,7 @@ def _optimizer(
 
 
 def scheduled_rate(settings: OptimizerSection, step: int, steps: int) -> float:
-    """Warm-up to the peak over `warmup_steps`, then straight or along half a cosine to the final ratio at the end."""
+    """Warm-up to the peak over `warmup_steps`, then the shape of `schedule`; those that fall end at the final ratio."""
     if ":" in settings.schedule:
         return settings.learning_rate * float(load_object(settings.schedule)(step, steps))
     if settings.warmup_ratio is not None:
@@ -560,10 +560,29 @@ def scheduled_rate(settings: OptimizerSection, step: int, steps: int) -> float:
         return settings.learning_rate * (step + 1) / warmup
     if settings.schedule == "constant":
         return settings.learning_rate
-    way = (step - warmup) / max(1, steps - warmup - 1)
-    left = 1 - way if settings.schedule == "linear" else (1 + math.cos(math.pi * way)) / 2
+    if settings.schedule == "inverse_sqrt":
+        return settings.learning_rate * (max(warmup, 1) / (step + 1)) ** 0.5
+    if settings.schedule == "piecewise":
+        factor = 1.0
+        for milestone, given in sorted(settings.milestones.items()):
+            factor = given if step >= milestone else factor
+        return settings.learning_rate * factor
     last = settings.learning_rate * settings.final_learning_rate_ratio
-    return last + (settings.learning_rate - last) * left
+    return last + (settings.learning_rate - last) * _left(settings, step, steps, warmup)
+
+
+def _left(settings: OptimizerSection, step: int, steps: int, warmup: int) -> float:
+    """Share of the way down that is still ahead."""
+    shape, way = settings.schedule, (step - warmup) / max(1, steps - warmup - 1)
+    if shape == "warmup_stable_decay":
+        length = max(steps // 10, 1) if settings.decay_steps is None else settings.decay_steps
+        stable = steps - length
+        shape, way = settings.decay_type, 0.0 if step < stable else (step - stable + 1) / length
+    if shape == "cosine_with_restarts":
+        shape, way = "cosine", 1.0 if step == steps - 1 and steps - 1 > warmup else math.fmod(way * settings.cycles, 1)
+    if shape == "1-sqrt":
+        return 1 - way**0.5
+    return 1 - way if shape == "linear" else (1 + math.cos(math.pi * way)) / 2
 
 
 def _twisted(rows: Rows, twist: Twist) -> Rows:

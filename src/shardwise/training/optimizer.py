@@ -8,7 +8,6 @@ and nowhere else.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +19,7 @@ from shardwise._torch_compat.autograd import share_attributes
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
 from shardwise.job.optimizers import optimizer_class
-from shardwise.job.schedules import own_schedule_factor
+from shardwise.job.schedules import FALLING, SHAPES, Moment, own_schedule_factor
 from shardwise.job.schema import OptimizerSection, ParameterGroup
 from shardwise.model.parameter_patterns import groups_of_parameters
 from shardwise.parallel.model import ParallelModel
@@ -146,20 +145,15 @@ def rates_of(group: ParameterGroup | None, settings: OptimizerSection) -> tuple[
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int, warmup: int) -> float:
-    """Return the learning rate of `step` in 0..steps-1: `warmup` steps to the peak, then the schedule down from it.
+    """Return the learning rate of `step` in 0..steps-1: `warmup` steps to the peak, then the schedule from there on.
 
-    The cosine is that of SGDR without restarts (arXiv 1608.03983, equation 5). A schedule of the user's own says all.
+    A schedule of the user's own says all.
     """
     peak = settings.learning_rate
     if is_reference(settings.schedule):
         return peak * own_schedule_factor(settings.schedule, step, steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
-    shape = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[settings.schedule]
-    floor = 1.0 if settings.schedule == "constant" else settings.final_learning_rate_ratio
+    shape = SHAPES[settings.schedule](settings, Moment(step, steps, warmup))
+    floor = settings.final_learning_rate_ratio if settings.schedule in FALLING else 0.0
     return peak * (floor + (1.0 - floor) * shape)

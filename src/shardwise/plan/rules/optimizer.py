@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardwise.job.objects import is_reference
 from shardwise.job.optimizers import (
     ELEMENTWISE,
@@ -14,6 +16,7 @@ from shardwise.job.optimizers import (
     options,
     unknown_options,
 )
+from shardwise.job.schedules import FALLING, decay_steps
 from shardwise.model.parameter_patterns import matching_parameters, modules_of, trained_parameters_of
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle, spelling
@@ -73,6 +76,10 @@ def _without_decay(d: Draft) -> list[str]:
 def _pieces(d: Draft) -> int:
     """Return the ranks over which a parameter is cut."""
     return d.sharded * d.parallel.tensor_parallel_degree
+
+
+def _has_another(schedule: str) -> Callable[[Draft], bool]:
+    return lambda d: d.optimizer.schedule != schedule
 
 
 # fmt: off
@@ -136,7 +143,24 @@ RULES: tuple[Rule, ...] = (
            lambda d: is_reference(d.optimizer.schedule))
       for rule, key in (("own-schedule", "warmup_steps"), ("own-schedule-ratio", "warmup_ratio"))),
     idle("final-learning-rate", "optimizer.final_learning_rate_ratio", "the schedule ends at no ratio of the peak",
-         lambda d: d.optimizer.schedule == "constant" or is_reference(d.optimizer.schedule),
+         lambda d: d.optimizer.schedule not in FALLING,
          "use schedule linear or cosine, or leave it out"),
+    *(idle(f"schedule-{key}", f"optimizer.{key}", f"only the schedule {schedule} has {key}", _has_another(schedule),
+           f"use schedule {schedule}, or leave it out")
+      for key, schedule in (("decay_steps", "warmup_stable_decay"), ("decay_type", "warmup_stable_decay"),
+                            ("cycles", "cosine_with_restarts"), ("milestones", "piecewise"))),
+    Rule("decay-length", ("optimizer.decay_steps", "training.steps"), "warm-up and decay have room in the training",
+         lambda d: d.optimizer.schedule == "warmup_stable_decay" and d.steps.value
+         and d.warmup.value + decay_steps(d.optimizer, d.steps.value) > d.steps.value,
+         fix="use fewer decay_steps",
+         because=lambda d: f"{d.warmup.value} steps of warm-up and {decay_steps(d.optimizer, d.steps.value)} of decay "
+         f"are more than {d.steps.value}",
+         use=lambda d: f"use at most {d.steps.value - d.warmup.value} decay_steps"),
+    Rule("milestones", ("optimizer.schedule", "optimizer.milestones"), "a piecewise schedule has steps and factors",
+         lambda d: d.optimizer.schedule == "piecewise" and not d.optimizer.milestones,
+         fix="give some, such as {1000: 0.3, 2000: 0.1}"),
+    Rule("milestones-reached", ("optimizer.milestones", "training.steps"), "each milestone is a step of the training",
+         lambda d: 0 < d.steps.value <= max(d.optimizer.milestones, default=0),
+         fix="leave out those behind the last step"),
 )
 # fmt: on

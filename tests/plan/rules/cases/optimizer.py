@@ -9,6 +9,8 @@ from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import World
 from tests.plan.rules.jobs import CPU4, FACTS, case
 
+TEN = {"steps": 10}
+
 SHAPES = {"embed_in.weight": (10, 10), "layers.0.weight": (4, 4), "layers.0.bias": (4,), "layers.1.weight": (4, 4)}
 NAMED = replace(FACTS, parameter_shapes=SHAPES, frozen=frozenset({"layers.1.weight"}))
 
@@ -95,6 +97,39 @@ CASES = {
         {"optimizer": {"schedule": "constant", "final_learning_rate_ratio": 0.5}},
         {"optimizer": {"schedule": "linear", "final_learning_rate_ratio": 0.5}},
         "linear or cosine",
+    ),
+    "schedule-decay_steps": case(
+        {"optimizer": {"decay_steps": 2}},
+        {"optimizer": {"schedule": "warmup_stable_decay", "decay_steps": 2}},
+        "only the schedule warmup_stable_decay has decay_steps",
+    ),
+    "schedule-decay_type": case(
+        {"optimizer": {"decay_type": "cosine"}},
+        {"optimizer": {"schedule": "warmup_stable_decay", "decay_type": "cosine"}},
+        "use schedule warmup_stable_decay",
+    ),
+    "schedule-cycles": case(
+        {"optimizer": {"cycles": 3}}, {"optimizer": {"schedule": "cosine_with_restarts", "cycles": 3}}, "has cycles"
+    ),
+    "schedule-milestones": case(
+        {"optimizer": {"milestones": {2: 0.5}}},
+        {"optimizer": {"schedule": "piecewise", "milestones": {2: 0.5}}},
+        "use schedule piecewise",
+    ),
+    "decay-length": case(
+        {"optimizer": {"schedule": "warmup_stable_decay", "warmup_steps": 4, "decay_steps": 7}, "training": TEN},
+        {"optimizer": {"schedule": "warmup_stable_decay", "warmup_steps": 4, "decay_steps": 6}, "training": TEN},
+        "4 steps of warm-up and 7 of decay are more than 10; use at most 6 decay_steps",
+    ),
+    "milestones": case(
+        {"optimizer": {"schedule": "piecewise"}},
+        {"optimizer": {"schedule": "piecewise", "milestones": {2: 0.5}}},
+        "give some, such as",
+    ),
+    "milestones-reached": case(
+        {"optimizer": {"schedule": "piecewise", "milestones": {10: 0.5}}, "training": TEN},
+        {"optimizer": {"schedule": "piecewise", "milestones": {9: 0.5}}, "training": TEN},
+        "leave out those behind",
     ),
 }
 
