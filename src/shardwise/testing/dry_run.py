@@ -234,10 +234,10 @@ class _Trace(LiveBytes):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.operators += 1
-        if func is read_scalar and not is_users_file(_caller()):
-            return 1  # no value is known; the one that we read is the vote of torch stages, where 1 is yes
         if func is read_scalar:
-            raise DataDependentOutputException(func)
+            if is_users_file(_caller()):
+                raise DataDependentOutputException(func)
+            return 1  # no value is known; the one that we read is the vote of torch stages, where 1 is yes
         if func is grouped_product:  # torch knows its shape for bf16 alone
             func, args, kwargs = new_empty, (args[0], _grouped_shape(*args, **(kwargs or {}))), {}
         return super().__torch_dispatch__(func, types, args, kwargs)
