@@ -75,7 +75,7 @@ def test_agrees_with_one_process(
 @pytest.mark.parametrize(
     "ranks, family, parallel",
     [
-        (2, "bart", TWO),
+        pytest.param(2, "bart", TWO, marks=pytest.mark.slow),
         *(pytest.param(3, family, THREE, marks=pytest.mark.slow) for family in ("mbart", "marian", "m2m_100")),
     ],
 )

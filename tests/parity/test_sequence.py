@@ -95,7 +95,7 @@ def kept(job: Job) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_neox", "llama"))])
 def test_activations_of_a_block_fall_by_the_degree(world_pool: WorldPool, corpora: Path, family: str) -> None:
     """Norms, dropout masks, residuals and what regions read and make; without it the former stay whole."""
     wide = {"n_inner" if family == "gpt2" else "intermediate_size": 48}

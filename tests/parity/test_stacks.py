@@ -98,6 +98,7 @@ def test_relatives_of_t5_agree_with_one_process(world_pool: WorldPool, corpora: 
     check_agrees(world_pool, 2, span_job(corpora, parallel=TWO, model={"config": {**config, "model_type": family}}))
 
 
+@pytest.mark.slow
 def test_states_of_a_stage_are_exact(world_pool: WorldPool, corpora: Path) -> None:
     """Parameters, gradients and momentum that the planner counts, with one parameter on three stages."""
     momentum = {"name": "SGD", "options": {"momentum": 0.9}}

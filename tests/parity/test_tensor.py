@@ -173,6 +173,7 @@ def generated(job: Job) -> list[int]:
     return generate(run.model, [1, 2, 3], 8, seed=3)
 
 
+@pytest.mark.slow
 def test_generation_sees_whole_logits(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, generated, tensor_job(corpora, "gpt2"))[0]
     for parallel in (TWO, {**TWO, "sequence_parallel": True}):  # the text grows, and its parts with it

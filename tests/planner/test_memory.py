@@ -217,7 +217,7 @@ def test_states_of_each_tensor_rank_are_exact(world_pool: WorldPool, corpora: Pa
 
 
 STAGED = [
-    (2, {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}),
+    pytest.param(2, {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}, marks=pytest.mark.slow),
     (2, {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}),
     pytest.param(4, {"pipeline_parallel_degree": 4}, marks=pytest.mark.slow),
     pytest.param(8, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}, marks=pytest.mark.slow),

@@ -151,7 +151,7 @@ def _copies(directory: str, how: str) -> tuple[float, float, int]:
         tsm.state.reset()
 
 
-@pytest.mark.parametrize("how", ["sharded", "local"])
+@pytest.mark.parametrize("how", ["sharded", pytest.param("local", marks=pytest.mark.slow)])
 def test_whole_copies_are_saved_by_the_first_alone(world_pool: WorldPool, tmp_path: Path, how: str) -> None:
     """Nobody waits for the other replicas: they are not in the group of the shard."""
     for straight, resumed, members in world_pool.run(4, _copies, str(tmp_path), how):

@@ -22,10 +22,10 @@ CASES = [
     (2, "gpt_neox", {**TENSOR, "prescaled_batch": False}),
     (2, "gpt2", TWO),
     (2, "gpt2", {**DDP, "shard_optimizer_state": True}),
-    (2, "t5", TWO),
     (3, "bart", {**TWO, "pipeline_parallel_degree": 3}),
 ]
 SLOW = [
+    (2, "t5", TWO),
     (4, "t5_tied", {**TWO, "pipeline_parallel_degree": 4}),
     *((ranks, family, {**config, **more}) for family in ("gpt2", "gpt_neox") for ranks, config, more in (
         (1, {}, {}),

@@ -74,7 +74,7 @@ def test_a_value_that_ones_own_class_refuses_is_the_plans_error() -> None:
 
 
 def test_a_schedule_that_is_neither_known_nor_a_reference_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'cosine' or package\.module:name of your own; use cosine"):
+    with pytest.raises(ConfigError, match=r"'piecewise' or package\.module:name of your own; use cosine"):
         load_job({"optimizer": {"schedule": "cosin"}})
 
 

@@ -1,4 +1,4 @@
-"""How results come back from local workers: over pipes, so that no lock between processes is needed.
+"""Pipes over which results come back from local workers, so that no lock between processes is needed.
 
 Elastic takes a `SimpleQueue` for each worker's result and an `Event` that tells all that theirs were read. Python's own
 need semaphores, which are files of `/dev/shm`: where that cannot be written, no worker would start. One writer and one
