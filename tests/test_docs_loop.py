@@ -50,7 +50,7 @@ def test_the_pages_loop_gives_the_trainers_losses(
     (tmp_path / "job.yaml").write_text(job_to_yaml(looped))
     expected = world_pool.run(ranks, losses_of_trainer, trained)
     for losses in world_pool.run(ranks, losses_of_page, str(tmp_path / "job.yaml")):
-        assert losses == pytest.approx(expected[0], rel=1e-14)  # some processors' sums differ by where tensors lie
+        assert losses == pytest.approx(expected[0], rel=1e-14)  # with AVX2 alone, two runs of the trainer differ so too
     assert len(expected[0]) == job.training.steps + 1
     assert (tmp_path / "looped" / "checkpoints" / "step-00000004").is_dir()
 

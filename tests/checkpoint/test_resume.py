@@ -312,8 +312,10 @@ def test_a_checkpoint_that_was_never_finished_is_no_reason_to_stop(
     assert losses(job) == undisturbed
 
 
-def test_a_named_checkpoint_of_another_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
-    """Of its stable part, from which another decay begins: as in a run that was that long from the start."""
+def test_a_decay_begins_at_a_named_checkpoint_of_another_run(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    """The losses are those of a run that was that long from the start."""
 
     def stable(name: str, steps: int, decay: int, resume: str = "none") -> Job:
         optimizer = {"schedule": "warmup_stable_decay", "warmup_steps": 1, "decay_steps": decay}

@@ -77,6 +77,7 @@ def test_a_report_that_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.Monke
 class LostServer(Tracker):
     """A tracker whose server is gone when the run ends."""
 
+    name = "lost"
     error: Exception = ConnectionError("connection reset by peer")
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ def test_a_tracker_that_cannot_be_closed_is_a_note(tmp_path: Path) -> None:
     session = session_of(Job())
     tracker = LostServer(tmp_path)
     tracker.on_end(session, {})
-    assert session.notes == ["LostServer could not be closed: ConnectionError: connection reset by peer"]
+    assert session.notes == ["observe.lost: the tracker could not be closed: ConnectionError: connection reset by peer"]
     tracker.error = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OutputError, match="cannot be written any more: No space left"):
         tracker.on_end(session, {})

@@ -8,10 +8,13 @@ reader need none.
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
+
+_STARTING = threading.Lock()  # the context is one of the process, whose threads may each launch workers
 
 
 class ResultPipe:
@@ -58,8 +61,9 @@ class ReadNotice:
 def results_over_pipes() -> Iterator[None]:
     """Let elastic, which starts workers meanwhile, take these where it asks for a queue and an event."""
     context: Any = multiprocessing.get_context("spawn")
-    context.SimpleQueue, context.Event = ResultPipe, ReadNotice  # of this object, not of its class
-    try:
-        yield
-    finally:
-        del context.SimpleQueue, context.Event
+    with _STARTING:
+        context.SimpleQueue, context.Event = ResultPipe, ReadNotice  # of this object, not of its class
+        try:
+            yield
+        finally:
+            del context.SimpleQueue, context.Event

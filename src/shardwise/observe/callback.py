@@ -25,11 +25,12 @@ finished first. The failed callback is not called again.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives.rank_record import current_phase, mark_phase
-from shardwise.errors import UserCodeError, require_type
+from shardwise.errors import OutputError, UserCodeError, require_type
 from shardwise.job.objects import check_arguments, defined_at, in_parentheses, load_object, user_code
 from shardwise.job.schema import Job
 from shardwise.observe.metrics import Record
@@ -115,6 +116,21 @@ class Callback:
 
     def on_failure(self, session: ObservedSession, error: BaseException) -> None:
         """Clean up; collectives may not be used here."""
+
+
+@contextmanager
+def reported(session: ObservedSession, consequence: str) -> Iterator[None]:
+    """Say what fails at the end of a run in place of raising it: the trained model is written by then.
+
+    Raises:
+        OutputError: of the disk, which has more to say.
+    """
+    try:
+        yield
+    except OutputError:
+        raise
+    except Exception as error:
+        session.note(f"{consequence}: {type(error).__name__}: {error}")
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))

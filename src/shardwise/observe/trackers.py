@@ -15,9 +15,9 @@ from typing import Any
 
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
-from shardwise.observe.callback import Callback, ObservedSession
+from shardwise.observe.callback import Callback, ObservedSession, reported
 from shardwise.observe.metrics import Record, plain
-from shardwise.observe.output_disk import reported, writing
+from shardwise.observe.output_disk import writing
 
 _SECTIONS = {
     "validation_loss": "validation/loss",
@@ -34,6 +34,7 @@ class Tracker(Callback):
     """A place besides metrics.jsonl where the records of a run go; subclasses open it, log to it and close it."""
 
     rank_zero_only = True
+    name = ""  # of its key in the section observe
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -70,7 +71,7 @@ class Tracker(Callback):
 
     def on_end(self, session: ObservedSession, result: Record) -> None:
         """Close the tracker. A server that is gone by then takes nothing away from the run."""
-        with reported(session, f"{type(self).__name__} could not be closed"), writing(self._output):
+        with reported(session, f"observe.{self.name}: the tracker could not be closed"), writing(self._output):
             self.close()
 
     def on_failure(self, session: ObservedSession, error: BaseException) -> None:
@@ -127,6 +128,8 @@ def _section_of(key: str) -> str:
 class TensorBoardTracker(Tracker):
     """Event files for `tensorboard --logdir OUTPUT/tensorboard`."""
 
+    name = "tensorboard"
+
     def __init__(self, output: Path) -> None:
         super().__init__(output)
         self._writer: Any = None
@@ -149,6 +152,8 @@ class TensorBoardTracker(Tracker):
 
 class WandbTracker(Tracker):
     """A Weights & Biases run; its usual environment variables (WANDB_MODE, WANDB_API_KEY …) hold."""
+
+    name = "wandb"
 
     def __init__(self, job: Job, output: Path) -> None:
         super().__init__(output)
@@ -177,6 +182,8 @@ class WandbTracker(Tracker):
 
 class MlflowTracker(Tracker):
     """An MLflow run in the experiment of `observe.mlflow`; MLFLOW_TRACKING_URI holds."""
+
+    name = "mlflow"
 
     def __init__(self, job: Job, output: Path) -> None:
         super().__init__(output)

@@ -10,9 +10,9 @@ from typing import Any
 from shardwise.checkpoint.save import versions
 from shardwise.errors import OutputError
 from shardwise.job.sources import job_to_yaml
-from shardwise.observe.callback import Callback, ObservedSession
+from shardwise.observe.callback import Callback, ObservedSession, reported
 from shardwise.observe.metrics import MetricsWriter, Record
-from shardwise.observe.output_disk import reported, writing
+from shardwise.observe.output_disk import writing
 from shardwise.observe.report import write_report
 from shardwise.training.output import METRICS_FILE, clear_output, job_fingerprint, write_run
 from shardwise.training.setup import AssembledJob

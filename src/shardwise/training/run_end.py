@@ -10,9 +10,9 @@ from shardwise.checkpoint.export import export_hugging_face
 from shardwise.checkpoint.writing import copy_chat_template
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.job.schema import Job
-from shardwise.observe.callback import Callback, ObservedSession
+from shardwise.observe.callback import Callback, ObservedSession, reported
 from shardwise.observe.metrics import Record
-from shardwise.observe.output_disk import reported, writing
+from shardwise.observe.output_disk import writing
 from shardwise.training.output import ADAPTER_DIRECTORY, MODEL_DIRECTORY, REPORT_FILE, SAMPLE_FILE
 from shardwise.training.sample import generate
 from shardwise.training.setup import AssembledJob

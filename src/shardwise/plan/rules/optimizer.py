@@ -159,8 +159,11 @@ RULES: tuple[Rule, ...] = (
     Rule("milestones", ("optimizer.schedule", "optimizer.milestones"), "a piecewise schedule has steps and factors",
          lambda d: d.optimizer.schedule == "piecewise" and not d.optimizer.milestones,
          fix="give some, such as {1000: 0.3, 2000: 0.1}"),
-    Rule("milestones-reached", ("optimizer.milestones", "training.steps"), "each milestone is a step of the training",
-         lambda d: 0 < d.steps.value <= max(d.optimizer.milestones, default=0),
-         fix="leave out those behind the last step"),
+    Rule("milestones-reached", ("optimizer.milestones", "training.steps"),
+         "each milestone is a step of the training behind its warm-up",
+         lambda d: d.steps.value
+         and any(not d.warmup.value <= step < d.steps.value for step in d.optimizer.milestones),
+         fix="leave the others out",
+         use=lambda d: f"use steps from {d.warmup.value} to {d.steps.value - 1}"),
 )
 # fmt: on

@@ -113,7 +113,7 @@ CASES = {
     ),
     "schedule-milestones": case(
         {"optimizer": {"milestones": {2: 0.5}}},
-        {"optimizer": {"schedule": "piecewise", "milestones": {2: 0.5}}},
+        {"optimizer": {"schedule": "piecewise", "warmup_steps": 2, "milestones": {2: 0.5}}},
         "use schedule piecewise",
     ),
     "decay-length": case(
@@ -123,13 +123,13 @@ CASES = {
     ),
     "milestones": case(
         {"optimizer": {"schedule": "piecewise"}},
-        {"optimizer": {"schedule": "piecewise", "milestones": {2: 0.5}}},
+        {"optimizer": {"schedule": "piecewise", "warmup_steps": 2, "milestones": {2: 0.5}}},
         "give some, such as",
     ),
     "milestones-reached": case(
         {"optimizer": {"schedule": "piecewise", "milestones": {10: 0.5}}, "training": TEN},
         {"optimizer": {"schedule": "piecewise", "milestones": {9: 0.5}}, "training": TEN},
-        "leave out those behind",
+        "use steps from 1 to 9",
     ),
 }
 
