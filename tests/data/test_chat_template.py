@@ -12,7 +12,7 @@ from shardwise.data.chat_template import ChatTemplate, TokenizedRow, _overlappin
 from shardwise.data.conversations import Conversation, TextPair
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.errors import DataError
-from shardwise.job.schema import DataSection
+from shardwise.job.data_section import DataSection
 from tests.data.chats import BLOCKS, CHATS, END, FORGETFUL, PLAIN, as_messages, byte_tokenizer
 
 

@@ -15,7 +15,8 @@ from shardwise.data.conversations import Conversation, TextPair, chat, preferenc
 from shardwise.data.corpus import data_format, find_corpus, with_format
 from shardwise.data.prepare import prepare
 from shardwise.errors import ConfigError, DataError
-from shardwise.job.schema import DataSection, Job
+from shardwise.job.data_section import DataSection
+from shardwise.job.schema import Job
 from tests.data.chats import CHATS, as_messages, chat_job, write_rows
 
 QUESTION = {"role": "user", "content": "2+3?"}

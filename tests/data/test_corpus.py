@@ -18,7 +18,7 @@ from pyarrow import parquet
 from shardwise.data import readers
 from shardwise.data.corpus import Corpus, data_format, find_corpus, stdlib_files
 from shardwise.errors import ConfigError, DataError
-from shardwise.job.schema import DataSection
+from shardwise.job.data_section import DataSection
 from tests.data.conftest import TEXTS
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.data.corpus import find_corpus
 from shardwise.errors import ConfigError, ShardwiseError, UserCodeError
-from shardwise.job.schema import DataSection
+from shardwise.job.data_section import DataSection
 
 HERE = "tests.data.test_generated"
 

@@ -15,7 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 from shardwise.data.batch import Batch
 from shardwise.errors import ShardwiseError
 from shardwise.job.objects import load_object
-from shardwise.job.schema import Job, OptimizerSection
+from shardwise.job.optimizer_section import OptimizerSection
+from shardwise.job.schema import Job
 from shardwise.model.construct import drawing_from
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step

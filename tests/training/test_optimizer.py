@@ -13,8 +13,8 @@ from transformers import get_scheduler
 
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise._torch_compat.tracing import FakeTensorMode
+from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.schedules import FALLING, SHAPES
-from shardwise.job.schema import OptimizerSection
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.oracle import scheduled_rate

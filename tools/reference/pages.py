@@ -25,10 +25,11 @@ from shardwise.errors.exit_codes import EXIT_CODES, RESTART_POLICIES
 from shardwise.job.axes import Axis
 from shardwise.job.keys import leaf_keys, sections
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
-from shardwise.job.schema import MOST, Job
+from shardwise.job.schema import Job
 from shardwise.job.section import Section, item_sections_of
 from shardwise.job.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
 from shardwise.job.sources import ENVIRONMENT, SMP_KEY
+from shardwise.job.values import MOST
 from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts
 from shardwise.observe.metrics import __doc__ as METRICS_DOC

@@ -130,7 +130,8 @@ def job_of_checkpoint(manifest: Manifest, keys: Mapping[str, Any]) -> Job:
     Raises:
         ConfigError: its model writes no text.
     """
-    from shardwise.job.schema import CheckpointSection, EvaluationSection, OptimizerSection, TrainingSection
+    from shardwise.job.optimizer_section import OptimizerSection
+    from shardwise.job.schema import CheckpointSection, EvaluationSection, TrainingSection
     from shardwise.job.sources import read_job
 
     job = read_job(manifest.job, keys, environ={}).job

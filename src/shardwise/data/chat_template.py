@@ -19,7 +19,7 @@ import numpy as np
 from shardwise.data.conversations import ASSISTANT, Conversation, Message, TextPair
 from shardwise.data.tokenizer import TokenizerSource
 from shardwise.errors import DataError
-from shardwise.job.schema import DataSection
+from shardwise.job.data_section import DataSection
 from shardwise.words import nearest_file
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from shardwise.data.generated import generated_rows, is_function
 from shardwise.data.readers import BESIDE_TOKENS, ROWS, Row, known_columns, pieces, text_file, text_pieces, token_ids
 from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
-from shardwise.job.schema import ROW_FORMATS, DataSection, Job
+from shardwise.job.data_section import ROW_FORMATS, DataSection
+from shardwise.job.schema import Job
 from shardwise.words import nearest_file
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}

@@ -15,7 +15,8 @@ from shardwise.data.split import TokenStream
 from shardwise.data.store import digest
 from shardwise.data.token_data import TokenData
 from shardwise.errors import DataError
-from shardwise.job.schema import ROW_FORMATS, Job
+from shardwise.job.data_section import ROW_FORMATS
+from shardwise.job.schema import Job
 
 
 def job_of_set(job: Job, path: str, own: TokenData) -> Job:

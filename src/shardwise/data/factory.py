@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.errors import DataError
+from shardwise.job.data_section import DataSection
 from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at, user_code
-from shardwise.job.schema import DataSection
 
 COMPARED = 4  # samples of each split that ranks compare
 

@@ -34,7 +34,8 @@ from shardwise.data.tokenizer import (
     load_tokenizer,
 )
 from shardwise.errors import ConfigError, DataError
-from shardwise.job.schema import ROW_FORMATS, Job
+from shardwise.job.data_section import ROW_FORMATS
+from shardwise.job.schema import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from shardwise.data.store import Column
-from shardwise.job.schema import DataSection
+from shardwise.job.data_section import DataSection
 
 
 class TokenCorpus(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.errors import UserCodeError
 from shardwise.job.objects import defined_at, in_parentheses, is_reference, load_object, raised_at
-from shardwise.job.schema import OptimizerSection
+from shardwise.job.optimizer_section import OptimizerSection
 
 # The update of an element reads that element's own history only, so that a shard can be updated alone. A class that is
 # not listed is taken to need whole tensors.

@@ -16,7 +16,7 @@ from shardwise.errors import UserCodeError
 from shardwise.job.objects import check_arguments, defined_at, in_parentheses, load_object, user_code
 
 if TYPE_CHECKING:
-    from shardwise.job.schema import OptimizerSection
+    from shardwise.job.optimizer_section import OptimizerSection
 
 ARGUMENTS = ("step", "steps")
 DECAY_SHARE = 10  # of the steps, one in so many is of the decay where its steps are not given

@@ -8,57 +8,25 @@ descriptions below.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from shardwise.job.attention_kernels import KERNELS
+from shardwise.job.data_section import DataSection
 from shardwise.job.launch_section import LaunchSection
+from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.section import RootSection, Section, UserPath
+from shardwise.job.values import Fraction, NonNegative, Pattern, Positive, SetName
 
-MOST = (1 << 63) - 1  # what torch, numpy and files take as a size
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-NonNegative = Annotated[int, Field(ge=0, le=MOST)]
-NonNegativeNumber = Annotated[float, Field(ge=0.0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-def _check_reference(name: str) -> str:
-    module, colon, path = name.partition(":")
-    if not (module and colon and path):
-        raise PydanticCustomError("reference", "package.module:name of your own")
-    return name
-
-
-def _check_pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise PydanticCustomError("pattern", "a regular expression ({reason})", {"reason": str(error)}) from None
-    return pattern
-
-
-OwnObject = Annotated[str, AfterValidator(_check_reference)]  # of the user's own code
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
-Pattern = Annotated[str, AfterValidator(_check_pattern)]  # matched against whole names
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
-ScheduleName = Literal[
-    "constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt", "piecewise"
-]
 Checkpointing = Literal["none", "full", "selective"]
 if TYPE_CHECKING:
     AttentionKernelName = str
 else:
     AttentionKernelName = Literal["auto", *(kernel.name for kernel in KERNELS)]
-DataFormat = Literal[
-    "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
-    "preference",
-]  # fmt: skip
 CLASSIFICATION = ("sequence_classification", "token_classification")  # tasks whose labels are classes
-ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
 PAIR_OBJECTIVES = ("dpo",)  # whose samples are pairs of completions
 
 
@@ -362,75 +330,6 @@ class PrecisionSection(Section):
     )
 
 
-class ParameterGroup(Section):
-    """Parameters with a learning rate or weight decay of their own."""
-
-    parameters: Annotated[list[Pattern], Field(min_length=1)] = Field(
-        description="Regular expressions, each matched against the whole name of a parameter or of a module that holds "
-        "it, such as `model.embed_tokens` or `.*lora_B.*`."
-    )
-    learning_rate: float | None = Field(
-        default=None,
-        gt=0,
-        strict=True,
-        description="Peak, reached by the same schedule; unset: `optimizer.learning_rate`.",
-    )
-    weight_decay: float | None = Field(
-        default=None, ge=0, strict=True, description="Of tensors of two or more dims; unset: `optimizer.weight_decay`."
-    )
-
-
-class OptimizerSection(Section):
-    """The optimizer and its learning-rate schedule."""
-
-    name: str = Field(default="AdamW", description="Class in `torch.optim`, or `package.module:name` of your own.")
-    learning_rate: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(
-        default=0.1,
-        ge=0,
-        description="Applied to tensors of two or more dims; 0 for the others, and for a class without it (Rprop).",
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Further keyword arguments of the class, e.g. `betas: [0.9, 0.95]`."
-    )
-    groups: list[ParameterGroup] = Field(
-        default=[],
-        description="Parameters with a learning rate or weight decay of their own; no parameter is in two groups, and "
-        "those in none have the keys above.",
-    )
-    schedule: ScheduleName | OwnObject = Field(
-        default="cosine",
-        description="Shape after warm-up, by transformers' names; or `package.module:function` of your own, called "
-        "with (step, steps) for each step from 0, which returns the learning rate as a factor of `learning_rate`, its "
-        "warm-up included.",
-    )
-    warmup_steps: Literal["auto"] | NonNegative = Field(
-        default="auto", description="Steps of linear warm-up; `auto`: a sixth of the steps, at most 2000."
-    )
-    warmup_ratio: Fraction | None = Field(
-        default=None,
-        description="Share of the steps that are warm-up, rounded up, in the place of `warmup_steps`; of a run in "
-        "epochs too.",
-    )
-    final_learning_rate_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
-    decay_steps: Positive | None = Field(
-        default=None,
-        description="Last steps of `warmup_stable_decay`, in which the rate falls from the peak; unset: a tenth. A run "
-        "that goes on from any checkpoint of the stable part may have other `training.steps`.",
-    )
-    decay_type: Literal["linear", "cosine", "1-sqrt"] = Field(
-        default="linear", description="How the rate of `warmup_stable_decay` falls (`1-sqrt`: arXiv 2405.18392)."
-    )
-    cycles: Positive = Field(default=2, description="Times that `cosine_with_restarts` falls from the peak.")
-    milestones: dict[NonNegative, NonNegativeNumber] = Field(
-        default={},
-        description="Of `piecewise`: step -> factor of the peak from that step on, as `{1000: 0.3, 2000: 0.1}`.",
-    )
-    clip_norm: float | None = Field(
-        default=1.0, gt=0, description="Clip by the global gradient norm; null switches it off."
-    )
-
-
 class DpoSection(Section):
     """Direct preference optimization (arXiv 2305.18290): what was chosen becomes likelier than what was rejected."""
 
@@ -504,91 +403,6 @@ class TrainingSection(Section):
         description="Callbacks of your own, each `package.module:name` of a subclass of `shardwise.Callback`, of a "
         "function that returns one, or of an object; called in this order, before the display and the trackers.",
     )
-
-
-class DataSection(Section):
-    """The corpus that the model is trained on."""
-
-    path: UserPath | None = Field(
-        default=None,
-        description="File, directory or glob; or `package.module:function` of your own that returns rows. Unset with "
-        "`format: auto`: `stdlib`.",
-    )
-    format: DataFormat = Field(
-        default="auto",
-        description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
-        "directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, parquet or a saved "
-        "dataset); `factory`: a map-style dataset of your own. Rows of the same files, found by their columns: `chat` "
-        "(`messages`, or `conversations` of ShareGPT), `prompt_completion`, `preference` (`chosen`, `rejected`).",
-    )
-    factory: str | None = Field(
-        default=None,
-        description="`package.module:function` returning a map-style dataset of dicts of equally shaped tensors.",
-    )
-    factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
-    field: str = Field(default="text", description="Column that holds the text.")
-    tokenizer: UserPath | None = Field(
-        default=None,
-        description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here.",
-    )
-    vocabulary_size: Positive = Field(default=4096, description="Vocabulary of a tokenizer trained here.")
-    added_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
-        default=[],
-        description="Tokens that the tokenizer of `tokenizer` or of the model directory gets besides. A model with too "
-        "few embeddings for them gets more, drawn around the mean of its own as `resize_token_embeddings` does.",
-    )
-    sequence_length: Positive = Field(default=256, description="Tokens in one sequence.")
-    isolate_documents: bool = Field(
-        default=False, description="No attention across the documents packed into one sequence."
-    )
-    chat_template: UserPath | None = Field(
-        default=None, description="File with a Jinja chat template; unset: the tokenizer's own."
-    )
-    train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] = Field(
-        default="auto",
-        description="Tokens of a row that are trained on: what the `assistant` says, its last message alone, the "
-        "`completion` of a pair, or all. `auto`: assistant for `chat`, else completion.",
-    )
-    packing: bool = Field(
-        default=True,
-        description="Rows are packed whole into sequences by first fit, isolated from each other; or one stands in "
-        "each, with padding. A pair of `dpo` is one row, with both of its completions.",
-    )
-    truncation: bool = Field(
-        default=False,
-        description="Rows longer than a sequence are cut to it; else they are left out. Of a pair of `dpo` each "
-        "completion with its prompt is cut to half a sequence, or to what the other leaves.",
-    )
-    validation_fraction: float = Field(
-        default=0.05, gt=0, lt=1, description="Share of sequences, or of rows, kept for validation."
-    )
-    validation_split: Literal["auto", "documents", "place"] = Field(
-        default="auto",
-        description="What is kept for validation: `documents` (or rows) drawn by a hash of each with `training.seed`, "
-        "or the last sequences (or rows) by `place`. `auto`: documents, but place for a `factory`.",
-    )
-    mask_probability: float = Field(
-        default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
-    )
-    mean_span_length: float = Field(
-        default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
-    )
-    max_documents: Positive | None = Field(default=None, description="Read only the first so many documents or rows.")
-    cache_directory: UserPath | None = Field(
-        default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
-    )
-
-    @property
-    def has_rows(self) -> bool:
-        """True for rows of conversations or pairs, whose format is given or has been found."""
-        return self.format in ROW_FORMATS
-
-    @property
-    def trained_part(self) -> str:
-        """`train_on` with `auto` resolved."""
-        if self.train_on != "auto":
-            return self.train_on
-        return "assistant" if self.format == "chat" else "completion"
 
 
 class EvaluationSection(Section):

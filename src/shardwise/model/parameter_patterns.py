@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shardwise.job.schema import ParameterGroup
+from shardwise.job.optimizer_section import ParameterGroup
 from shardwise.model.facts import ModelFacts
 
 

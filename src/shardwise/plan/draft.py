@@ -14,14 +14,14 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shardwise.job.axes import DATA_LETTER, placed_axes, same_rows_ranks, spec_of
+from shardwise.job.data_section import DataSection
 from shardwise.job.objects import is_reference
+from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.schema import (
     AdapterSection,
-    DataSection,
     Job,
     MemorySection,
     ModelSection,
-    OptimizerSection,
     ParallelSection,
     PrecisionSection,
     TrainingSection,

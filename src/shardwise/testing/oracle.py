@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from shardwise.data.batch import Batch
 from shardwise.job.objects import load_object
+from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.optimizers import optimizer_class
-from shardwise.job.schema import Job, OptimizerSection
+from shardwise.job.schema import Job
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice

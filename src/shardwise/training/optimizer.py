@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from shardwise._torch_compat.autograd import share_attributes
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
+from shardwise.job.optimizer_section import OptimizerSection, ParameterGroup
 from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schedules import FALLING, SHAPES, Moment, own_schedule_factor
-from shardwise.job.schema import OptimizerSection, ParameterGroup
 from shardwise.model.parameter_patterns import groups_of_parameters
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.job.schema import ROW_FORMATS
+from shardwise.job.data_section import ROW_FORMATS
 from shardwise.model.added_tokens import frozen_embeddings
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle

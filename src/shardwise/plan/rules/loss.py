@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from shardwise.job.schema import ROW_FORMATS, DataFormat
+from shardwise.job.data_section import ROW_FORMATS, DataFormat
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.model import model_from_factory
 from shardwise.plan.rules.rule import Rule, idle

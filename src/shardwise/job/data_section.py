@@ -1,0 +1,101 @@
+"""The `data` section of a Job."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from shardwise.job.section import Section, UserPath
+from shardwise.job.values import Positive
+
+DataFormat = Literal[
+    "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
+    "preference",
+]  # fmt: skip
+ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
+
+
+class DataSection(Section):
+    """The corpus that the model is trained on."""
+
+    path: UserPath | None = Field(
+        default=None,
+        description="File, directory or glob; or `package.module:function` of your own that returns rows. Unset with "
+        "`format: auto`: `stdlib`.",
+    )
+    format: DataFormat = Field(
+        default="auto",
+        description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
+        "directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, parquet or a saved "
+        "dataset); `factory`: a map-style dataset of your own. Rows of the same files, found by their columns: `chat` "
+        "(`messages`, or `conversations` of ShareGPT), `prompt_completion`, `preference` (`chosen`, `rejected`).",
+    )
+    factory: str | None = Field(
+        default=None,
+        description="`package.module:function` returning a map-style dataset of dicts of equally shaped tensors.",
+    )
+    factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
+    field: str = Field(default="text", description="Column that holds the text.")
+    tokenizer: UserPath | None = Field(
+        default=None,
+        description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here.",
+    )
+    vocabulary_size: Positive = Field(default=4096, description="Vocabulary of a tokenizer trained here.")
+    added_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="Tokens that the tokenizer of `tokenizer` or of the model directory gets besides. A model with too "
+        "few embeddings for them gets more, drawn around the mean of its own as `resize_token_embeddings` does.",
+    )
+    sequence_length: Positive = Field(default=256, description="Tokens in one sequence.")
+    isolate_documents: bool = Field(
+        default=False, description="No attention across the documents packed into one sequence."
+    )
+    chat_template: UserPath | None = Field(
+        default=None, description="File with a Jinja chat template; unset: the tokenizer's own."
+    )
+    train_on: Literal["auto", "assistant", "last_assistant", "completion", "all"] = Field(
+        default="auto",
+        description="Tokens of a row that are trained on: what the `assistant` says, its last message alone, the "
+        "`completion` of a pair, or all. `auto`: assistant for `chat`, else completion.",
+    )
+    packing: bool = Field(
+        default=True,
+        description="Rows are packed whole into sequences by first fit, isolated from each other; or one stands in "
+        "each, with padding. A pair of `dpo` is one row, with both of its completions.",
+    )
+    truncation: bool = Field(
+        default=False,
+        description="Rows longer than a sequence are cut to it; else they are left out. Of a pair of `dpo` each "
+        "completion with its prompt is cut to half a sequence, or to what the other leaves.",
+    )
+    validation_fraction: float = Field(
+        default=0.05, gt=0, lt=1, description="Share of sequences, or of rows, kept for validation."
+    )
+    validation_split: Literal["auto", "documents", "place"] = Field(
+        default="auto",
+        description="What is kept for validation: `documents` (or rows) drawn by a hash of each with `training.seed`, "
+        "or the last sequences (or rows) by `place`. `auto`: documents, but place for a `factory`.",
+    )
+    mask_probability: float = Field(
+        default=0.15, gt=0, lt=1, description="Share of tokens masked for `masked_lm`, or left out for `seq2seq_lm`."
+    )
+    mean_span_length: float = Field(
+        default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
+    )
+    max_documents: Positive | None = Field(default=None, description="Read only the first so many documents or rows.")
+    cache_directory: UserPath | None = Field(
+        default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
+    )
+
+    @property
+    def has_rows(self) -> bool:
+        """True for rows of conversations or pairs, whose format is given or has been found."""
+        return self.format in ROW_FORMATS
+
+    @property
+    def trained_part(self) -> str:
+        """`train_on` with `auto` resolved."""
+        if self.train_on != "auto":
+            return self.train_on
+        return "assistant" if self.format == "chat" else "completion"
