@@ -61,25 +61,28 @@ class Outcome:
         return "\n".join([f"{self.fault or 'right'}: {self.recipe}", *dict.fromkeys(map(str, self.trials))])
 
 
-def try_all(pool: WorldPool, recipes: Sequence[Recipe], directory: Path) -> Iterator[Outcome]:
+def try_all(
+    pool: WorldPool, recipes: Sequence[Recipe], directory: Path, study_together: bool = False
+) -> Iterator[Outcome]:
     """Try each recipe in worlds of its size, and yield what it came to."""
     by_size = sorted(recipes, key=lambda recipe: recipe.workers)
     for workers, group in groupby(by_size, key=lambda recipe: recipe.workers):
         pending = list(group)
         while pending:
-            outcomes = list(_try_together(pool, workers, pending, directory))
+            outcomes = list(_try_together(pool, workers, pending, directory, study_together))
             yield from outcomes
             pending = pending[len(outcomes) :]
 
 
-def _try_together(pool: WorldPool, workers: int, recipes: Sequence[Recipe], directory: Path) -> Iterator[Outcome]:
+def _try_together(
+    pool: WorldPool, workers: int, recipes: Sequence[Recipe], directory: Path, study_together: bool
+) -> Iterator[Outcome]:
     """Yield the outcomes as far as the first failure, which is the last of them."""
     with tempfile.TemporaryDirectory(dir=directory) as log:
         failure = ""
         try:
-            pool.run(
-                workers, _try_on_rank, recipes, str(directory), log, timeout=START_SECONDS + SECONDS * len(recipes)
-            )
+            seconds = START_SECONDS + SECONDS * len(recipes)
+            pool.run(workers, _try_on_rank, recipes, str(directory), log, study_together, timeout=seconds)
         except WorldError as error:
             failure = str(error)
         logs = [_read(Path(log) / f"{rank}") for rank in range(workers)]
@@ -94,10 +97,10 @@ def _read(path: Path) -> list[Trial]:
     return [Trial(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _try_on_rank(recipes: Sequence[Recipe], directory: str, log: str) -> None:
+def _try_on_rank(recipes: Sequence[Recipe], directory: str, log: str, study_together: bool) -> None:
     path = Path(log) / f"{dist.get_rank()}"
     for recipe in recipes:
-        trial = try_module(job_of(recipe, directory))
+        trial = try_module(job_of(recipe, directory), study_together)
         dist.barrier()  # a rank that refuses alone is caught here
         with path.open("a") as file:
             file.write(json.dumps(asdict(trial)) + "\n")
