@@ -147,7 +147,7 @@ def export_checkpoint(
 
         def stored() -> Iterator[tuple[str, Tensor]]:
             for key in keys:
-                yield key.partition("/")[2], tensors.read(key)
+                yield key.partition("/")[2], tensors.read_evaluated(key)
                 advance(manifest.tensor_bytes(key))
 
         whole = stored() if manifest.adapter is None else _with_base(stored(), manifest, manifest.adapter)
@@ -192,7 +192,7 @@ def _export_adapters(
     saved = adapter.config.get("modules_to_save") or []
     names = [key.partition("/")[2] for key in _of_kind("model/", manifest)]
     trained = [name for name in names if is_saved(name, saved) or is_adapter(name, adapter.layers)]
-    wholes = {name: converted(f"model/{name}", tensors.read(f"model/{name}"), dtype) for name in trained}
+    wholes = {name: converted(f"model/{name}", tensors.read_evaluated(f"model/{name}"), dtype) for name in trained}
     tokenizer = _tokenizer(manifest, say) if manifest.job.get("data", {}).get("added_tokens") else None
     ties = [(first, *others) for first, others in manifest.ties.items()]
     write_adapter(path, adapter.config, by_every_name(wholes, ties), adapter.layers, adapter.base_hash, tokenizer)

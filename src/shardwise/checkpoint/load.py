@@ -18,6 +18,7 @@ from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
     Optimizer,
+    average_chunks,
     kept_shapes,
     leaves_out_base,
     load_optimizer,
@@ -31,8 +32,10 @@ from shardwise.checkpoint.state import (
 from shardwise.checkpoint.storage_read import ChunkLoadPlanner, SafetensorsReader
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.tensor_chunk import TensorChunk
+from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.kernels.precision import LossScaler
+from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
 from shardwise.words import listed
 
@@ -127,7 +130,7 @@ def _fill(chunks: Sequence[TensorChunk], store: Store, name: str, manifest: Mani
 
 
 def read_model(model: ParallelModel, store: Store, name: str) -> None:
-    """Read the parameters and buffers of a checkpoint, and nothing else of it, into their places. Collective.
+    """Read the parameters and buffers of a checkpoint into their places, as they are evaluated. Collective.
 
     Raises:
         CheckpointError: it is of another model, or damaged.
@@ -135,6 +138,14 @@ def read_model(model: ParallelModel, store: Store, name: str) -> None:
     manifest = read_manifest(store, name)
     check_model(model, manifest, f"{store.root}/{name}")
     _fill(model_chunks(model), store, name, manifest)
+    average = average_in(manifest)
+    if average is not None:
+        chunks, states = average_chunks(model, manifest.tensors, average.key)
+        _fill(chunks, store, name, manifest)
+        with torch.no_grad():
+            for key, state in states.items():
+                local = model.tensor_map[key].local
+                local.copy_(averaged_weight(local, state, average.factor))
 
 
 def optimizer_keys(manifest: Manifest) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -310,13 +310,13 @@ class Session:
         splits = assembled.data.sets if is_own else {}
         if batches is None:
             batches = assembled.evaluation(assembled.data.validation)
-        with objective_for(assembled, loss_function) as objective:
+        with self.averaged(), objective_for(assembled, loss_function) as objective:
             validation = self._evaluated(objective, batches)
             sets = {name: self._evaluated(objective, assembled.evaluation(split)) for name, split in splits.items()}
-        begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
+            begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
+            matches = self._exact_matches() if is_own else {}
         self.progress = self.progress.model_copy(update={"validation_loss": validation.loss})
         compared = {} if self._recent.mean is None else {"training_loss": self._recent.mean}
-        matches = self._exact_matches() if is_own else {}
         numbers = _named("", validation)
         for name, result in sets.items():
             numbers |= _named(f"/{name}", result)
@@ -325,6 +325,18 @@ class Session:
         self._judge(self.evaluated)
         self._end_unit()
         return validation.loss
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the weights that are evaluated and exported inside: averages, where some are kept."""
+        if self.optimizer.average is None:
+            yield
+            return
+        self.checkpoints.settle()
+        self.model.reshard()
+        with self.optimizer.averaged():
+            yield
+            self.model.reshard()
 
     def _exact_matches(self) -> dict[str, float]:
         """Return what the job's `evaluation.answers` come to."""
@@ -383,7 +395,8 @@ class Session:
             self._ended = True
             self.checkpoints.wait()
             self._agree_on_failure()
-            self.callbacks.call("on_end", self, vars(result))
+            with self.averaged():
+                self.callbacks.call("on_end", self, vars(result))
             self._agree_on_failure()
         return result
 

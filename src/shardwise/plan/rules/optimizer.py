@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.job.objects import is_reference
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizers import (
     ELEMENTWISE,
     UNUSABLE,
-    classes,
     complaint,
     decays,
-    is_elementwise,
     is_known,
+    names,
     options,
+    takes_slices,
     unknown_options,
 )
 from shardwise.job.schedules import FALLING, decay_steps
@@ -84,16 +85,16 @@ def _has_another(schedule: str) -> Callable[[Draft], bool]:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("optimizer-name", ("optimizer.name",), "has to be a class in torch.optim, or one of your own",
+    Rule("optimizer-name", ("optimizer.name",), "has to be an optimizer of this package, of torch.optim or your own",
          lambda d: not is_known(d.optimizer.name),
-         fix="use AdamW or another class of torch.optim, or package.module:name",
-         use=lambda d: spelling(d.optimizer.name, list(classes()))),
+         fix="use AdamW or another name, or package.module:name",
+         use=lambda d: spelling(d.optimizer.name, names())),
     Rule("optimizer-usable", ("optimizer.name",), "has to take dense gradients of any shape, without a closure",
-         lambda d: d.optimizer.name in UNUSABLE,
+         lambda d: d.optimizer.name in UNUSABLE and d.optimizer.name not in RECORDS,
          fix="use AdamW",
          because=lambda d: UNUSABLE[d.optimizer.name]),
     Rule("optimizer-elementwise", ("optimizer.name",), "has to be elementwise when its state is sharded",
-         lambda d: _pieces(d) > 1 and not is_elementwise(d.optimizer.name),
+         lambda d: _pieces(d) > 1 and not takes_slices(d.optimizer.name),
          fix="use an elementwise optimizer (a class of your own says `elementwise = True`), or degree 1 for sharding "
          "and tensors, without shard_optimizer_state",
          because=lambda d: f"needs whole tensors, and they are cut over {_pieces(d)} ranks",

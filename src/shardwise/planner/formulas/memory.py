@@ -57,7 +57,7 @@ from shardwise.planner.formulas.prediction import IMBALANCE
 from shardwise.planner.formulas.shapes import (
     expert_shards,
     local_shapes,
-    optimizer_states,
+    optimizer_state_bytes,
     split_backward_features,
     weights_put_off,
 )
@@ -190,12 +190,18 @@ class _Step:
         """Return (elements of one rank, elements of all ranks that shard them, packed ones by their bytes)."""
         shard, whole = 0, 0.0
         for name, shape in shapes.items():
-            is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
-            ranks = expert_shards(self.plan) if is_shared else self.ranks
-            size = math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1
+            size = math.prod(self._part(name, shape))
             shard += size
-            whole += 0 if self._is_alone(name) else size * ranks * self._packing(name)
+            whole += 0 if self._is_alone(name) else size * self._shards(name) * self._packing(name)
         return shard, whole
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what one of the ranks that shard a parameter has of it, padded."""
+        return (math.ceil(shape[0] / self._shards(name)), *shape[1:]) if shape else shape
+
+    def _shards(self, name: str) -> int:
+        is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
+        return expert_shards(self.plan) if is_shared else self.ranks
 
     def _packing(self, name: str) -> float:
         """Return the bytes of a packed weight's elements as a share of those in the compute dtype; else 1."""
@@ -247,6 +253,13 @@ class _Step:
         """Elements on this rank that have a gradient and optimizer state."""
         return self.root.trained_shard + sum(unit.trained_shard for unit in self.units)
 
+    @cached_property
+    def optimizer_bytes(self) -> float:
+        """Bytes of the optimizer's state on this rank."""
+        shapes = {name: shape for of_block in self._shapes.values() for name, shape in of_block.items()}
+        trained = {name: self._part(name, shape) for name, shape in shapes.items() if name not in self.facts.frozen}
+        return optimizer_state_bytes(self.plan, self.facts, trained)
+
     # --- what is held all the time
 
     def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
@@ -257,7 +270,7 @@ class _Step:
             moment,
             parameters=self.parameter_bytes,
             gradients=done * self.master,
-            optimizer=self.trained * BYTES[self.plan.dtypes.optimizer] * optimizer_states(self.plan),
+            optimizer=self.optimizer_bytes,
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,
             unsharded_gradients=self._unreduced,
             activations=self._always,
