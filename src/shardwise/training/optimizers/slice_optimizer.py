@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.job.optimizer_records import RECORDS, State
-from shardwise.kernels.precision import torch_dtype
+from shardwise.kernels.precision import DTYPES
 from shardwise.parallel.logical_state import StateForm, form_of_parameter
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, Region
 
+STATE_DTYPES = DTYPES | {"uint8": torch.uint8}
 CPU_CHUNK = 1 << 16  # elements that are updated together: few enough for a core's cache
 GPU_CHUNK = 1 << 22  # enough to fill a GPU; what an update needs beside its state stays below 200 MB
 
@@ -44,6 +45,12 @@ class SliceOptimizer(torch.optim.Optimizer):
         if parameter not in self._entries:
             self._entries[parameter] = whole_entry(parameter)
         return self._entries[parameter]
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which ranks agree; parameters may be kept on another."""
+        assert self.model is not None
+        return self.model.device
 
     def updates(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
         """Yield the parameters that have a gradient, each with its group."""
@@ -80,7 +87,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         """Return the forms of the state tensors beside a parameter, by key; those of its own shape by default."""
         entry = self.entry(parameter)
         return {
-            key: form_of_parameter(entry, torch_dtype(kept.dtype) if kept.dtype else parameter.dtype)
+            key: form_of_parameter(entry, STATE_DTYPES[kept.dtype] if kept.dtype else parameter.dtype)
             for key, kept in self.kept(parameter).items()
         }
 
