@@ -34,6 +34,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
@@ -104,6 +105,7 @@ def _read(
 ) -> Restored:
     path = f"{store.root}/{name}"
     check_fits(model, manifest, data, path)
+    check_fixed_options(model, manifest, path)
     check_options(model, optimizer, manifest, path)
     for note in differences(model, manifest):
         say(f"note: {note}")
@@ -230,6 +232,23 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
             f"{path} was trained with validation sequences held out by {wrote}, this job holds them out by {reads} and "
             f"would train on some of them; set data.validation_split to {wrote}"
         )
+
+
+def check_fixed_options(model: ParallelModel, manifest: Manifest, path: str) -> None:
+    """Refuse options with which stored state would stand for other numbers, such as the size of its blocks.
+
+    Raises:
+        CheckpointError: with both values.
+    """
+    settings, written = model.plan.job.optimizer, manifest.job.get("optimizer", {}).get("options", {})
+    record = RECORDS.get(settings.name)
+    for option, default in ({} if record is None else record.fixed).items():
+        before, now = written.get(option, default), settings.options.get(option, default)
+        if before != now:
+            raise CheckpointError(
+                f"{path} holds state of {settings.name} with {option} {before}, the job has {now}; set "
+                f"optimizer.options.{option} to {before}, or start from exported weights with model.path"
+            )
 
 
 def check_options(model: ParallelModel, optimizer: Optimizer, manifest: Manifest, path: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
@@ -50,12 +50,14 @@ class OptimizerRecord:
         state: (options, whole shape of a parameter, shape of a part of it) -> the state of that part. The part is the
             whole, or what a rank has of it.
         average: options -> the average that is evaluated; None where the parameters are.
+        fixed: options on which the meaning of stored state depends, and their defaults.
     """
 
     does: str
     reference: str
     state: StateRule
     average: Callable[[Options], Average] | None = None
+    fixed: Options = field(default_factory=dict)
 
 
 def is_quantized(whole: Shape) -> bool:
@@ -95,9 +97,13 @@ RECORDS: dict[str, OptimizerRecord] = {
         "AdamW with moments in 8 bits of a dynamic map and a scale for each block (arXiv 2110.02861)",
         "adamw_blocks:AdamW8bit",
         _in_blocks,
+        fixed={"block_size": BLOCK},
     ),
     "AdamWFp8": OptimizerRecord(
-        "AdamW with moments in float8 (e4m3) and a scale for each block", "adamw_blocks:AdamWFp8", _in_blocks
+        "AdamW with moments in float8 (e4m3) and a scale for each block",
+        "adamw_blocks:AdamWFp8",
+        _in_blocks,
+        fixed={"block_size": BLOCK},
     ),
     "AdamWBf16": OptimizerRecord(
         "AdamW with moments in bf16, rounded to the nearest",
@@ -115,5 +121,6 @@ RECORDS: dict[str, OptimizerRecord] = {
         "schedule_free:ScheduleFreeAdamW",
         like_parameter("z", "exp_avg_sq"),
         _schedule_free_average,
+        fixed={"betas": list(BETAS)},
     ),
 }

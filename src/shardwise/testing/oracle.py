@@ -1,9 +1,10 @@
 """The oracle: the same training in one process with nothing of ours in it, to which `shardwise verify` compares.
 
 The model is the untouched one of transformers (or the user's), built whole on the CPU; gradients are torch autograd's
-of cross-entropy on whole logits; the update is torch.optim's default implementation after torch's own clipping. Data,
-masking, dropout, weight-decay groups and schedule are written again from their definitions. Nothing is imported from
-parallel, kernels, collectives or training (a test looks), so that one mistake cannot stand on both sides.
+of cross-entropy on whole logits; the update is torch.optim's default implementation, or a plain one of the oracle's
+own, after torch's own clipping. Data, masking, dropout, weight-decay groups and schedule are written again from their
+definitions. Nothing is imported from parallel, kernels, collectives or training (a test looks), so that one mistake
+cannot stand on both sides.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
+from shardwise.testing.oracle_optimizers import PLAIN, ScheduleFreeAdamW
 from shardwise.testing.oracle_preference import preference_loss
 from shardwise.testing.oracle_routers import RouterReference
 from shardwise.testing.oracle_start import AUTO
@@ -226,7 +228,19 @@ class Oracle:
         twist = Twist(no_dropout=True, no_z_loss=True, no_smoothing=True)
         by_sample = counts_samples(self.job)
         count = sum(len(rows.samples()) if by_sample else rows.count() for rows in microbatches)
-        return sum(float(self._loss(rows, 0, twist)) for rows in microbatches) / max(count, 1)
+        with self._averaged():
+            return sum(float(self._loss(rows, 0, twist)) for rows in microbatches) / max(count, 1)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Let the weights be those that the optimizer evaluates, where it has others for training."""
+        if not isinstance(self.optimizer, ScheduleFreeAdamW):
+            yield
+            return
+        with self.optimizer.averaged():
+            self._publish()
+            yield
+        self._publish()
 
     def _count_routers(self, counters: Sequence[int], step: int, size: int) -> None:
         """Run forward of the whole step ahead, where the routers' losses or biases ask for their choices."""
@@ -526,11 +540,11 @@ def _build(job: Job, eager: bool) -> nn.Module:
 def _optimizer(
     settings: OptimizerSection, parameters: Mapping[str, nn.Parameter], ties: Sequence[Sequence[str]]
 ) -> torch.optim.Optimizer:
-    """torch's class in its plain loop over tensors; weight decay for matrices only.
+    """torch's class in its plain loop over tensors, or the oracle's own; weight decay for matrices only.
 
     Every tensor is a group of its own, with its `decay` before biases are left out, and its `share` of the job's rate.
     """
-    made = optimizer_class(settings.name)
+    made: Any = PLAIN.get(settings.name) or optimizer_class(settings.name)
     accepted = inspect.signature(made).parameters
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
     options |= {name: False for name in ("foreach", "fused") if name in accepted}

@@ -7,7 +7,8 @@ schedulefree. Adafactor is torch's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
-    """arXiv 2405.15682, algorithm 1, with x, y and z all kept; parameters are y, and x while `evaluating`."""
+    """arXiv 2405.15682, algorithm 1, with x, y and z all kept; parameters are y, and x while they are `averaged`."""
 
     def __init__(
         self,
@@ -66,16 +67,15 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
             state["x"] = (1 - share) * state["x"] + share * state["z"]
             weight.copy_((1 - beta1) * state["z"] + beta1 * state["x"])
 
-    @torch.no_grad()
-    def evaluate(self, measured: Callable[[], float]) -> float:
-        """Return what is measured of x."""
-        kept = [(weight, weight.clone(), state["x"]) for weight, state in self.state.items()]
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let parameters be x inside."""
+        kept = [(weight, weight.detach().clone(), state["x"]) for weight, state in self.state.items()]
         for weight, _, average in kept:
-            weight.copy_(average)
-        result = measured()
+            weight.data.copy_(average)
+        yield
         for weight, training, _ in kept:
-            weight.copy_(training)
-        return result
+            weight.data.copy_(training)
 
 
 class AdamWWithKept(torch.optim.Optimizer):

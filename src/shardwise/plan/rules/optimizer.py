@@ -132,6 +132,11 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.optimizer.groups and _without_decay(d),
          fix="leave weight_decay of the group out",
          because=lambda d: f"weight_decay of the group of {_without_decay(d)[0]!r} would act on no tensor"),
+    Rule("schedule-free", ("optimizer.name", "optimizer.schedule"),
+         "ScheduleFreeAdamW averages weights in the place of a falling learning rate",
+         lambda d: d.optimizer.name == "ScheduleFreeAdamW" and d.optimizer.schedule != "constant"
+         and not is_reference(d.optimizer.schedule),
+         fix="use schedule constant"),
     Rule("warmup", ("optimizer.warmup_steps", "training.steps"), "warm-up has to be shorter than the training",
          lambda d: 0 < d.steps.value <= d.warmup.value,
          fix="use fewer warmup_steps",

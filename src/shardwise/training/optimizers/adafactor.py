@@ -70,6 +70,8 @@ class Sums:
 class Adafactor(SliceOptimizer):
     """torch's Adafactor: its options, its numbers, over slices."""
 
+    _cut: Sequence[ParameterEntry] = ()  # tensors of this stage that lie on several ranks
+
     def __init__(
         self,
         params: Any,
@@ -92,7 +94,6 @@ class Adafactor(SliceOptimizer):
     def place(self, entries: Mapping[nn.Parameter, ParameterEntry], model: ParallelModel | None) -> None:
         """Say where each parameter stands. Collective: the ranks of a stage get a group."""
         super().place(entries, model)
-        self._local = {entry.name: parameter for parameter, entry in entries.items()}
         self._cut = [] if model is None else [e for e in model.tensor_map if e.parameter.requires_grad and _is_cut(e)]
         if model is not None:
             self._ranks = model.layout.group(*data_axes(), Axis.TENSOR)
@@ -124,7 +125,7 @@ class Adafactor(SliceOptimizer):
     def _sums_of_cut(self) -> dict[str, Sums]:
         """Return zeros for each tensor of this stage that is cut, in the same order on every rank."""
         sums = {}
-        for entry in getattr(self, "_cut", ()):
+        for entry in self._cut:
             dims, of_split = len(entry.shape), None if entry.split is None else entry.split.dim
             across_columns = dims > 1 and (of_split == dims - 2 or (dims == 2 and _shards(entry) > 1))
             sums[entry.name] = Sums.of(entry.shape, dims > 1 and of_split == dims - 1, across_columns, self.device)
