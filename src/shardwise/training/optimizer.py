@@ -144,8 +144,16 @@ class ShardedOptimizer:
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state tensors on this rank."""
-        states = self.inner.state.values()
-        return sum(v.numel() * v.element_size() for s in states for v in s.values() if isinstance(v, Tensor))
+        return sum(value.numel() * value.element_size() for value in self._state_tensors())
+
+    def state_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of optimizer state beside this rank's elements, counters left out; the smallest first."""
+        dtypes = {value.dtype for value in self._state_tensors() if value.dim()}
+        return sorted(dtypes, key=lambda dtype: dtype.itemsize)
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        for state in self.inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
