@@ -19,6 +19,7 @@ from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
     Optimizer,
     average_chunks,
+    ema_chunks,
     kept_shapes,
     leaves_out_base,
     load_optimizer,
@@ -110,9 +111,14 @@ def _read(
     for note in differences(model, manifest):
         say(f"note: {note}")
     state, states = optimizer_chunks(optimizer, manifest.tensors, optimizer_keys(manifest))
+    averages, values = ema_chunks(model, manifest.tensors)
     generators = random_chunks(model.device, dist.get_rank()) if _same_world(model, manifest) else []
-    _fill([*model_chunks(model), *state, *generators], store, name, manifest)
+    _fill([*model_chunks(model), *state, *averages, *generators], store, name, manifest)
     load_optimizer(optimizer, states, manifest.optimizer_scalars)
+    if model.ema is not None:
+        model.ema.values = values
+        if not values and model.ema.entries:
+            say(f"note: {path} has no averaged weights; the average begins with the weights of the next step")
     set_random(model.device, generators)
     if scaler.settings.static is None:
         for field in fields(scaler):

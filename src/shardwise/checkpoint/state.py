@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat.modules import is_persistent
-from shardwise.checkpoint.manifest import NUMBER, TensorRecord
+from shardwise.checkpoint.manifest import AVERAGE, NUMBER, TensorRecord
 from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis
@@ -61,8 +61,11 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
     forms = {entry.name: forms_of(optimizer, local) for entry, local in optimizer.locals}
+    averages = model.ema.values if model.ema is not None else {}
     for entry, local in _owned(model):
         chunks += _chunks("model", entry, local)
+        if entry.name in averages:
+            chunks += _chunks(AVERAGE.rstrip("/"), entry, averages[entry.name])
         for key, value in states.get(entry.name, {}).items():
             if is_scalar(value):
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
@@ -84,6 +87,17 @@ def model_chunks(model: ParallelModel) -> list[TensorChunk]:
     entries = [entry for entry in model.tensor_map if entry.name in kept]
     parameters = [chunk for entry in entries for chunk in _chunks("model", entry, entry.local)]
     return parameters + [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
+
+
+def ema_chunks(model: ParallelModel, stored: Mapping[str, TensorRecord]) -> tuple[list[TensorChunk], dict[str, Tensor]]:
+    """Empty tensors for the averages of this rank's weights that are `stored`: as chunks, and by name."""
+    chunks: list[TensorChunk] = []
+    values: dict[str, Tensor] = {}
+    for entry in model.ema.entries if model.ema is not None else ():
+        if f"{AVERAGE}{entry.name}" in stored:
+            values[entry.name] = torch.empty_like(entry.local)
+            chunks += _chunks(AVERAGE.rstrip("/"), entry, values[entry.name])
+    return chunks, values
 
 
 def optimizer_chunks(

@@ -130,6 +130,7 @@ class Oracle:
     _router_logits: Sequence[Tensor] = field(default=(), init=False)  # of the forward that ran last, layer by layer
     narrows_logits: bool = field(default=False, init=False)  # the model makes them in fp32 whatever its own dtype is
     used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
+    averages: dict[str, Tensor] = field(default_factory=dict, init=False)  # of trained weights (EMA)
 
     def __post_init__(self) -> None:
         self.model = adapt(_build(self.job, self.eager), adapter_settings(self.job.adapter)).to(self.master)
@@ -385,6 +386,24 @@ class Oracle:
                 self.optimizer.step()
         self.routers.move_biases()
         self._publish()
+
+    def average(self) -> None:
+        """Average the weights of a step that was taken: torch's AveragedModel with a decay, written out."""
+        decay = self.job.training.ema_decay
+        assert decay is not None
+        for name, parameter in self.parameters.items():
+            if self.live[name].requires_grad:
+                weight = parameter.detach()
+                before = self.averages.get(name, weight)
+                self.averages[name] = decay * before + (1 - decay) * weight
+
+    def evaluate_averages(self, microbatches: Sequence[Rows]) -> float:
+        """Return what `evaluate` does, of the averaged weights."""
+        weights = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.adopt({**weights, **self.averages})
+        loss = self.evaluate(microbatches)
+        self.adopt(weights)
+        return loss
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's options by tensor."""

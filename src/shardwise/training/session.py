@@ -277,6 +277,8 @@ class Session:
         rate = self.scheduled_rate() if learning_rate is None else learning_rate
         self.optimizer.set_learning_rate(rate)
         result = self._train(batches, loss_function)
+        if self.model.ema is not None and not result.skipped:
+            self.model.ema.update()
         mark_phase("records")
         self._advance(result, batches)
         record = step_record(self.assembled, self.progress, result, rate, time.perf_counter() - began)
@@ -313,6 +315,7 @@ class Session:
         with self.averaged(), objective_for(assembled, loss_function) as objective:
             validation = self._evaluated(objective, batches)
             sets = {name: self._evaluated(objective, assembled.evaluation(split)) for name, split in splits.items()}
+            sets |= self._of_ema(objective) if is_own else {}
             begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
             matches = self._exact_matches() if is_own else {}
         self.progress = self.progress.model_copy(update={"validation_loss": validation.loss})
@@ -344,6 +347,14 @@ class Session:
         if not count or not isinstance(data.validation, PackedRows):
             return {}
         return exact_matches(self.model, data.validation, data.sets, count)
+
+    def _of_ema(self, objective: Objective) -> dict[str, EvaluationResult]:
+        """Return what the averaged weights come to on the validation split, by the name `ema`, if the job has them."""
+        if self.model.ema is None:
+            return {}
+        self.checkpoints.settle()
+        with self.model.ema_in_place():
+            return {"ema": self._evaluated(objective, self.assembled.evaluation(self.assembled.data.validation))}
 
     def _evaluated(self, objective: Objective, batches: Iterable[Sequence[Microbatch]]) -> EvaluationResult:
         steps = [as_batches(microbatches, self.assembled, self._samples) for microbatches in batches]

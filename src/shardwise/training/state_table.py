@@ -59,6 +59,8 @@ def state_table(assembled: AssembledJob) -> Table:
     table.add_row(f"optimizer ({name})", ", ".join(kept) or dtypes.optimizer, f"{optimizer.state_bytes():,}")
     if model.reference is not None:
         table.add_row("reference (frozen)", dtypes.parameters, f"{_bytes(model.reference.tensor_map):,}")
+    if model.ema is not None:
+        table.add_row("averaged weights (EMA)", dtypes.parameters, f"{model.ema.bytes:,}")
     table.add_row("loss", dtypes.loss, "")
     return table
 
@@ -66,12 +68,13 @@ def state_table(assembled: AssembledJob) -> Table:
 def state_bytes(assembled: AssembledJob) -> dict[str, int]:
     """Return what this rank holds between steps, measured, by the causes of the planner's prediction."""
     gradients = sum(gradient.numel() * gradient.element_size() for _, gradient in assembled.optimizer.gradients())
-    reference = assembled.model.reference
+    reference, ema = assembled.model.reference, assembled.model.ema
     return {
         "parameters": _bytes(assembled.model.tensor_map),
         "gradients": gradients,
         "optimizer": assembled.optimizer.state_bytes(),
         "reference": 0 if reference is None else _bytes(reference.tensor_map),
+        "ema": 0 if ema is None else ema.bytes,
     }
 
 

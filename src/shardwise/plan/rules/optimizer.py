@@ -9,6 +9,7 @@ from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizers import (
     ELEMENTWISE,
     UNUSABLE,
+    average_of,
     complaint,
     decays,
     is_known,
@@ -111,6 +112,9 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: complaint(d.optimizer)),
     idle("weight-decay", "optimizer.weight_decay", "the class has no weight decay",
          lambda d: d.optimizer.weight_decay and not decays(d.optimizer.name), "leave it out, or use AdamW"),
+    Rule("ema-twice", ("training.ema_decay", "optimizer.name"), "the optimizer evaluates an average of its own",
+         lambda d: d.training.ema_decay is not None and average_of(d.optimizer.name, d.optimizer.options),
+         fix="leave training.ema_decay out"),
     Rule("groups-keys", ("optimizer.groups",), "a group has a learning rate or a weight decay of its own",
          lambda d: any(group.learning_rate is group.weight_decay is None for group in d.optimizer.groups),
          fix="set learning_rate or weight_decay of the group, or leave it out"),

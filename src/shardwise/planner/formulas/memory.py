@@ -7,7 +7,8 @@ dtype, r of the reduction.
 
 Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
 accumulation the gradients of earlier microbatches N/s·p. Of N and n only trained parameters have gradients and state.
-The frozen copy of a preference loss takes N/s·p more; its forward, which holds no activations, is no peak.
+Averaged weights (EMA) take p for each of those. The frozen copy of a preference loss takes N/s·p more; its forward,
+which holds no activations, is no peak.
 One rank without a compute dtype of its own has no FSDP2: s = 1, and nothing below is gathered or communicated. With
 tensor parallelism all are of the first, fullest, rank.
 
@@ -275,14 +276,16 @@ class _Step:
             unsharded_gradients=self._unreduced,
             activations=self._always,
             reference=self.parameter_bytes * (self.plan.reference == "copy"),
+            ema=self.trained * self.master * (self.job.training.ema_decay is not None),
         )
         if not self.on_cuda:
             return state
         state = replace(state, host=self._pool)
         if not self.job.memory.offload_parameters:
             return state
-        moved = state.parameters + state.gradients + state.optimizer + state.reference
-        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, reference=0.0, host=state.host + moved)
+        moved = state.parameters + state.gradients + state.optimizer + state.reference + state.ema
+        nothing = dict.fromkeys(("parameters", "gradients", "optimizer", "reference", "ema"), 0.0)
+        return replace(state, **nothing, host=state.host + moved)
 
     @property
     def _waits(self) -> bool:
