@@ -72,8 +72,10 @@ EXACT: dict[str, dict[str, Any]] = {
     },
     "synchronous": {"checkpoint": {"asynchronous": False}, "memory": {"offload_parameters": True}},
     "state of another shape than its parameter": {
-        "optimizer": {"name": "Adafactor"}, "parallel": {"sharded_data_parallel_degree": 1},
+        "optimizer": {"name": "torch.optim:Adafactor"}, "parallel": {"sharded_data_parallel_degree": 1},
     },
+    "rows and columns of cut tensors": {"optimizer": {"name": "Adafactor"}},
+    "averages": {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant"}},
 }  # fmt: skip
 
 

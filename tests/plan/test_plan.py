@@ -31,7 +31,7 @@ def plan(job: dict[str, Any] | None = None, world: World = CPU4, facts: ModelFac
         ({"model": {"path": "m", "config": "c"}}, "one-model"),
         ({"parallel": {"sharded_data_parallel_degree": 3}}, "shard-degree"),
         ({"training": {"sequences_per_step": 3}}, "idle-ranks"),
-        ({"optimizer": {"name": "Adafactor"}}, "optimizer-elementwise"),
+        ({"optimizer": {"name": "tests.training.user_code:WholeTensors"}}, "optimizer-elementwise"),
         ({"data": {"sequence_length": 513}}, None),  # needs the model
         ({"memory": {"loss_chunk_tokens": 8}}, None),
         ({}, None),

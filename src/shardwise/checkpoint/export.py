@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from shardwise.checkpoint.adapters import by_every_name, hash_weights, write_adapter
 from shardwise.checkpoint.bar import byte_bar
 from shardwise.checkpoint.catalog import find, read_manifest
-from shardwise.checkpoint.manifest import AdapterRecord, Manifest
+from shardwise.checkpoint.manifest import AVERAGE, AdapterRecord, Manifest
 from shardwise.checkpoint.merging import merged
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
@@ -108,6 +109,7 @@ def export_checkpoint(
     say: Say = lambda text: None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     merge: bool = False,
+    ema: bool = False,
 ) -> Path:
     """Write the model of the checkpoint at `source` (see `find`) to the new directory `path`, in one process.
 
@@ -118,11 +120,12 @@ def export_checkpoint(
             they are stored.
         say: told which checkpoint is taken, and what the directory lacks.
         merge: adapters become part of the weights of their layers.
+        ema: averaged weights in the place of the weights; what was not trained has none and is as it was.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it is damaged, or the model under its adapters has changed;
             nothing is left of `path`.
-        OutputError: `path` is there already or cannot be written, or there are no adapters to merge.
+        OutputError: `path` is there already or cannot be written, or there are no adapters to merge or no averages.
     """
     if "://" in str(path):
         raise OutputError(f"{path} is not a local directory; export to one and copy it")
@@ -130,9 +133,15 @@ def export_checkpoint(
     manifest = read_manifest(store, name)
     if merge and manifest.adapter is None:
         raise OutputError(f"--merge: the checkpoint {store.root}/{name} has no adapters; leave it out")
+    if ema and not any(_of_kind(AVERAGE, manifest)):
+        raise OutputError(
+            f"--ema: the checkpoint {store.root}/{name} has no averaged weights; they are kept where "
+            "training.ema_decay is set; leave it out"
+        )
+    stored_as = partial(_stored_as, manifest) if ema else str
     if manifest.adapter is not None and not merge:
         with WholeTensors(store, name, manifest) as tensors:
-            return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype, say)
+            return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype, say, stored_as)
     keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
     dtype_of = _file_dtypes(manifest, dtype, say)
     config = None if manifest.config is None else restore_config(manifest)
@@ -147,7 +156,7 @@ def export_checkpoint(
 
         def stored() -> Iterator[tuple[str, Tensor]]:
             for key in keys:
-                yield key.partition("/")[2], tensors.read(key)
+                yield key.partition("/")[2], tensors.read_evaluated(stored_as(key))
                 advance(manifest.tensor_bytes(key))
 
         whole = stored() if manifest.adapter is None else _with_base(stored(), manifest, manifest.adapter)
@@ -161,6 +170,12 @@ def export_checkpoint(
         for problem in writer.problems:
             say(problem)
         return writer.path
+
+
+def _stored_as(manifest: Manifest, key: str) -> str:
+    """Return the name under which the average of a parameter is stored, or `key` itself where it has none."""
+    average = AVERAGE + key.removeprefix("model/")
+    return average if key.startswith("model/") and average in manifest.tensors else key
 
 
 def _file_dtypes(manifest: Manifest, dtype: str | None, say: Say) -> Callable[[str], torch.dtype | None]:
@@ -181,18 +196,26 @@ def _file_dtypes(manifest: Manifest, dtype: str | None, say: Say) -> Callable[[s
 
 
 def _export_adapters(
-    tensors: WholeTensors, manifest: Manifest, adapter: AdapterRecord, path: Path, dtype: str | None, say: Say
+    tensors: WholeTensors,
+    manifest: Manifest,
+    adapter: AdapterRecord,
+    path: Path,
+    dtype: str | None,
+    say: Say,
+    stored_as: Callable[[str], str],
 ) -> Path:
     """Write a checkpoint's adapters, and the modules that are trained whole beside them, as peft opens them.
 
-    A tokenizer to which the job has added tokens lies beside them: peft lets the base grow to it.
+    A tokenizer to which the job has added tokens lies beside them: peft lets the base grow to it. `stored_as` gives the
+    name of the tensor that is written for one of the model's.
     """
     if path.exists():
         raise OutputError(f"{path} exists already; choose another directory")
     saved = adapter.config.get("modules_to_save") or []
     names = [key.partition("/")[2] for key in _of_kind("model/", manifest)]
     trained = [name for name in names if is_saved(name, saved) or is_adapter(name, adapter.layers)]
-    wholes = {name: converted(f"model/{name}", tensors.read(f"model/{name}"), dtype) for name in trained}
+    keys = {name: f"model/{name}" for name in trained}
+    wholes = {name: converted(key, tensors.read_evaluated(stored_as(key)), dtype) for name, key in keys.items()}
     tokenizer = _tokenizer(manifest, say) if manifest.job.get("data", {}).get("added_tokens") else None
     ties = [(first, *others) for first, others in manifest.ties.items()]
     write_adapter(path, adapter.config, by_every_name(wholes, ties), adapter.layers, adapter.base_hash, tokenizer)

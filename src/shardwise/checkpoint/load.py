@@ -18,6 +18,8 @@ from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
 from shardwise.checkpoint.state import (
     Optimizer,
+    average_chunks,
+    ema_chunks,
     kept_shapes,
     leaves_out_base,
     load_optimizer,
@@ -31,8 +33,11 @@ from shardwise.checkpoint.state import (
 from shardwise.checkpoint.storage_read import ChunkLoadPlanner, SafetensorsReader
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.tensor_chunk import TensorChunk
+from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.kernels.precision import LossScaler
+from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
 from shardwise.words import listed
 
@@ -101,13 +106,19 @@ def _read(
 ) -> Restored:
     path = f"{store.root}/{name}"
     check_fits(model, manifest, data, path)
+    check_fixed_options(model, manifest, path)
     check_options(model, optimizer, manifest, path)
     for note in differences(model, manifest):
         say(f"note: {note}")
     state, states = optimizer_chunks(optimizer, manifest.tensors, optimizer_keys(manifest))
+    averages, values = ema_chunks(model, manifest.tensors)
     generators = random_chunks(model.device, dist.get_rank()) if _same_world(model, manifest) else []
-    _fill([*model_chunks(model), *state, *generators], store, name, manifest)
+    _fill([*model_chunks(model), *state, *averages, *generators], store, name, manifest)
     load_optimizer(optimizer, states, manifest.optimizer_scalars)
+    if model.ema is not None:
+        model.ema.values = values
+        if not values and model.ema.entries:
+            say(f"note: {path} has no averaged weights; the average begins with the weights of the next step")
     set_random(model.device, generators)
     if scaler.settings.static is None:
         for field in fields(scaler):
@@ -127,7 +138,7 @@ def _fill(chunks: Sequence[TensorChunk], store: Store, name: str, manifest: Mani
 
 
 def read_model(model: ParallelModel, store: Store, name: str) -> None:
-    """Read the parameters and buffers of a checkpoint, and nothing else of it, into their places. Collective.
+    """Read the parameters and buffers of a checkpoint into their places, as they are evaluated. Collective.
 
     Raises:
         CheckpointError: it is of another model, or damaged.
@@ -135,6 +146,14 @@ def read_model(model: ParallelModel, store: Store, name: str) -> None:
     manifest = read_manifest(store, name)
     check_model(model, manifest, f"{store.root}/{name}")
     _fill(model_chunks(model), store, name, manifest)
+    average = average_in(manifest)
+    if average is not None:
+        chunks, states = average_chunks(model, manifest.tensors, average.key)
+        _fill(chunks, store, name, manifest)
+        with torch.no_grad():
+            for key, state in states.items():
+                local = model.tensor_map[key].local
+                local.copy_(averaged_weight(local, state, average.factor))
 
 
 def optimizer_keys(manifest: Manifest) -> list[str]:
@@ -219,6 +238,23 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
             f"{path} was trained with validation sequences held out by {wrote}, this job holds them out by {reads} and "
             f"would train on some of them; set data.validation_split to {wrote}"
         )
+
+
+def check_fixed_options(model: ParallelModel, manifest: Manifest, path: str) -> None:
+    """Refuse options with which stored state would stand for other numbers, such as the size of its blocks.
+
+    Raises:
+        CheckpointError: with both values.
+    """
+    settings, written = model.plan.job.optimizer, manifest.job.get("optimizer", {}).get("options", {})
+    record = RECORDS.get(settings.name)
+    for option, default in ({} if record is None else record.fixed).items():
+        before, now = written.get(option, default), settings.options.get(option, default)
+        if before != now:
+            raise CheckpointError(
+                f"{path} holds state of {settings.name} with {option} {before}, the job has {now}; set "
+                f"optimizer.options.{option} to {before}, or start from exported weights with model.path"
+            )
 
 
 def check_options(model: ParallelModel, optimizer: Optimizer, manifest: Manifest, path: str) -> None:

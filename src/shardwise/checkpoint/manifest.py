@@ -22,10 +22,14 @@ from shardwise.words import listed
 FILE = "manifest.json"
 OWNER = "owner"  # a file beside the checkpoints: the run that writes here
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-VERSION = 3  # 2 lacks what `evaluation.metric` has come to, 1 `adapter` too; the lowest that says all is written
+# 3 lacks averages of weights, 2 what `evaluation.metric` has come to too, 1 `adapter` as well; the lowest that says all
+# is written.
+VERSION = 4
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
 OLDER = "; use an older checkpoint"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+AVERAGE = "ema/"  # what the names of averaged weights begin with
 
 SEAL_BYTES = len(b'{"hash":"",') + 32
 
@@ -172,7 +176,8 @@ class Manifest(_Part):
     """Everything about a checkpoint.
 
     Attributes:
-        tensors: `model/NAME`, `buffer/NAME`, `optimizer/KEY/NAME` and `random/DEVICE/RANK`, where NAME is the model's.
+        tensors: `model/NAME`, `ema/NAME`, `buffer/NAME`, `optimizer/KEY/NAME` and `random/DEVICE/RANK`, where NAME is
+            the model's.
         ties: name -> other names of the same parameter; it is stored under the first.
         optimizer_scalars: NAME -> KEY -> (number, dtype), for state that is one number a parameter.
         config: the Hugging Face config, for export; None for a module of the user's own.

@@ -12,7 +12,7 @@ import platform
 import threading
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -27,6 +27,7 @@ import shardwise
 from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import Retention, checkpoint_name
 from shardwise.checkpoint.manifest import (
+    AVERAGE,
     BLOCK_BYTES,
     VERSION,
     AdapterRecord,
@@ -200,7 +201,7 @@ class Checkpointer:
                 optimizer_scalars=scalars,
                 tensors=tensors,
                 ties=ties,
-                version=VERSION if progress.judged_by else 1 if adapter is None else 2,
+                version=needed_version(progress, adapter, tensors),
                 adapter=adapter,
                 files=files,
                 job=plan.job.model_dump(mode="json"),
@@ -225,6 +226,13 @@ class Checkpointer:
         return AdapterRecord(
             config=config, layers=facts.adapters, base=base or "", base_hash=base_hash, packed=dict(facts.packed)
         )
+
+
+def needed_version(progress: Progress, adapter: AdapterRecord | None, tensors: Iterable[str]) -> int:
+    """Return the lowest version of a manifest that says all of this, so that an older shardwise may read it."""
+    if any(name.startswith(AVERAGE) for name in tensors):
+        return VERSION
+    return 3 if progress.judged_by else 1 if adapter is None else 2
 
 
 def versions() -> dict[str, str]:

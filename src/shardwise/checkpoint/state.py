@@ -1,9 +1,9 @@
 """A run's state as chunks of logical tensors: parameters, buffers, optimizer state and random generators.
 
-Which slice of which tensor a rank holds is read off the TensorMap. Optimizer state with the shape of its parameter is
-sliced as the parameter is; of another shape (Adafactor's rows and columns) it is kept whole, beside a whole parameter;
-state that is one number a parameter goes into the manifest. When writing, each element has one owner: of ranks that
-hold the same slice, the one that has least to write so far.
+Which slice of which tensor a rank holds is read off the TensorMap. Optimizers of this package say what their state
+stands for. Of others, state with the shape of its parameter is sliced as the parameter is, and of another shape (rows
+and columns) it is kept whole, beside a whole parameter. State that is one number a parameter goes into the manifest.
+When writing, each element has one owner: of ranks that hold the same slice, the one that has least to write so far.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat.modules import is_persistent
-from shardwise.checkpoint.manifest import NUMBER, TensorRecord
+from shardwise.checkpoint.manifest import AVERAGE, NUMBER, TensorRecord
 from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis
+from shardwise.parallel.logical_state import KeepsForms, StateForm
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.tensor_map import ParameterEntry
+from shardwise.parallel.tensor_map import ParameterEntry, Region
 
 Scalars = dict[str, dict[str, tuple[float, str]]]  # parameter -> key -> (value, dtype in the manifest's words)
 
@@ -59,12 +60,19 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
     chunks: list[TensorChunk] = []
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
+    forms = {entry.name: forms_of(optimizer, local) for entry, local in optimizer.locals}
+    averages = model.ema.values if model.ema is not None else {}
     for entry, local in _owned(model):
         chunks += _chunks("model", entry, local)
+        if entry.name in averages:
+            chunks += _chunks(AVERAGE.rstrip("/"), entry, averages[entry.name])
         for key, value in states.get(entry.name, {}).items():
             if is_scalar(value):
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
+            elif key in forms[entry.name]:
+                form = forms[entry.name][key]
+                chunks += _form_chunks(f"optimizer/{key}/{entry.name}", form, value, form.owned)
             elif value is not None:
                 chunks += _state_chunks(f"optimizer/{key}", entry, local, value)
     if dist.get_rank() == 0:
@@ -81,6 +89,17 @@ def model_chunks(model: ParallelModel) -> list[TensorChunk]:
     return parameters + [_whole(f"buffer/{name}", buffer) for name, buffer in persistent_buffers(model.module)]
 
 
+def ema_chunks(model: ParallelModel, stored: Mapping[str, TensorRecord]) -> tuple[list[TensorChunk], dict[str, Tensor]]:
+    """Empty tensors for the averages of this rank's weights that are `stored`: as chunks, and by name."""
+    chunks: list[TensorChunk] = []
+    values: dict[str, Tensor] = {}
+    for entry in model.ema.entries if model.ema is not None else ():
+        if f"{AVERAGE}{entry.name}" in stored:
+            values[entry.name] = torch.empty_like(entry.local)
+            chunks += _chunks(AVERAGE.rstrip("/"), entry, values[entry.name])
+    return chunks, values
+
+
 def optimizer_chunks(
     optimizer: Optimizer, stored: Mapping[str, TensorRecord], keys: Sequence[str]
 ) -> tuple[list[TensorChunk], dict[str, dict[str, Tensor]]]:
@@ -88,12 +107,34 @@ def optimizer_chunks(
     chunks: list[TensorChunk] = []
     states: dict[str, dict[str, Tensor]] = {}
     for entry, local in optimizer.locals:
+        forms = forms_of(optimizer, local)
         for key in keys:
-            if record := stored.get(f"optimizer/{key}/{entry.name}"):
+            name = f"optimizer/{key}/{entry.name}"
+            record = stored.get(name)
+            if record and key in forms:
+                form = forms[key]
+                state = torch.empty(form.local_shape, dtype=form.dtype, device=local.device)
+                states.setdefault(entry.name, {})[key] = state
+                chunks += _form_chunks(name, form, state, form.regions)
+            elif record:
                 shape = record.shape if _is_own_shape(entry, local, record.shape) else local.shape
                 states.setdefault(entry.name, {})[key] = torch.empty(shape, dtype=local.dtype, device=local.device)
                 chunks += _state_chunks(f"optimizer/{key}", entry, local, states[entry.name][key])
     return chunks, states
+
+
+def average_chunks(
+    model: ParallelModel, stored: Mapping[str, TensorRecord], key: str
+) -> tuple[list[TensorChunk], dict[str, Tensor]]:
+    """Empty tensors for the state `key` of every parameter that has it `stored`, shaped as it: as chunks, by name."""
+    kept = [entry for entry in model.tensor_map if f"optimizer/{key}/{entry.name}" in stored]
+    states = {entry.name: torch.empty_like(entry.local) for entry in kept}
+    return [chunk for entry in kept for chunk in _chunks(f"optimizer/{key}", entry, states[entry.name])], states
+
+
+def forms_of(optimizer: Optimizer, local: nn.Parameter) -> Mapping[str, StateForm]:
+    """Return what state beside a local parameter stands for, by key; nothing where the optimizer does not say."""
+    return optimizer.inner.forms(local) if isinstance(optimizer.inner, KeepsForms) else {}
 
 
 def load_optimizer(optimizer: Optimizer, states: dict[str, dict[str, Tensor]], scalars: Scalars) -> None:
@@ -186,6 +227,15 @@ def _chunks(kind: str, entry: ParameterEntry, tensor: Tensor) -> list[TensorChun
         TensorChunk(f"{kind}/{entry.name}", entry.shape, tuple(p.start for p in region.logical), tensor[region.local])
         for region in entry.regions
         if tensor[region.local].numel()
+    ]
+
+
+def _form_chunks(name: str, form: StateForm, state: Tensor, regions: Sequence[Region]) -> list[TensorChunk]:
+    """Return the slices of a state tensor that `regions` of its form name."""
+    return [
+        TensorChunk(name, form.shape, tuple(part.start for part in region.logical), state[region.local])
+        for region in regions
+        if state[region.local].numel()
     ]
 
 

@@ -13,6 +13,9 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.storage_read import metadata_of, read_box, read_items
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES, TensorChunk
+from shardwise.job.optimizer_records import Average
+from shardwise.job.optimizers import average_of
+from shardwise.parallel.logical_state import averaged_weight
 
 OPEN_FILES = 32  # each holds a block; tensors lie in their files in one order, so a block is read about once
 
@@ -48,6 +51,19 @@ class WholeTensors:
             read_box(self._file(part.file), part, dtype, item, target)
         return whole
 
+    def read_evaluated(self, key: str) -> Tensor:
+        """The tensor `key`; of a parameter what its optimizer evaluates in its place, where that is an average.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        tensor, average = self.read(key), average_in(self.manifest)
+        kind, _, name = key.partition("/")
+        state = f"optimizer/{average.key}/{name}" if average else ""
+        if average is None or kind != "model" or state not in self.manifest.tensors:
+            return tensor
+        return averaged_weight(tensor, self.read(state), average.factor)
+
     def _file(self, file: str) -> CheckedFile:
         if file not in self._open:
             if len(self._open) == OPEN_FILES:
@@ -64,3 +80,8 @@ class WholeTensors:
     ) -> None:
         for file in self._open.values():
             file.close()
+
+
+def average_in(manifest: Manifest) -> Average | None:
+    """Return the average that a checkpoint's optimizer evaluates in the place of parameters, if it keeps one."""
+    return average_of(manifest.optimizer, manifest.job.get("optimizer", {}).get("options", {}))

@@ -147,12 +147,23 @@ def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: to
 
     `unit` says what they are, for errors.
     """
+    _reduce_together(tensors, group, device, unit, dist.ReduceOp.SUM)
+
+
+def largest_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, unit: str) -> None:
+    """Make each element of `tensors` the largest of its kind in `group`; as `sum_together` otherwise."""
+    _reduce_together(tensors, group, device, unit, dist.ReduceOp.MAX)
+
+
+def _reduce_together(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, unit: str, reduction: Any
+) -> None:
     name = collective_name(unit, group, "all_reduce")
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in alike])
         with name:
-            dist.all_reduce(flat, group=group)
+            dist.all_reduce(flat, reduction, group=group)
         for tensor, total in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(total.view(tensor.shape))
 

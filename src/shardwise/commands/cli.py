@@ -214,6 +214,9 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="of a model with adapters: the whole model, with them in its weights"
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="the moving averages of the weights, where training.ema_decay kept them"
+    )
 
 
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
@@ -223,9 +226,10 @@ def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     kinds = ((is_v2_checkpoint, export_v2_checkpoint), (is_v1_checkpoint, export_v1_checkpoint))
     export = next((export for asks, export in kinds if asks(options.checkpoint)), export_checkpoint)
-    more = {"merge": True} if options.merge and export is export_checkpoint else {}
-    if options.merge and not more:
-        raise OutputError("--merge: a checkpoint of SMP has no adapters; leave it out")
+    more = {key: True for key in ("merge", "ema") if getattr(options, key)}
+    if more and export is not export_checkpoint:
+        lacking = {"merge": "adapters", "ema": "averaged weights"}[next(iter(more))]
+        raise OutputError(f"--{next(iter(more))}: a checkpoint of SMP has no {lacking}; leave it out")
     path = export(options.checkpoint, options.out, options.dtype, say=say_note, **more)
     print(f"exported to {path}")
     return 0

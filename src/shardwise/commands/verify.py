@@ -259,7 +259,8 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
             with rates.of_oracle():
                 is_right = reference is None or reference.judge(ours)
                 if reference is not None and is_right:
-                    report.add([*compare_buffers(ours), *reference.compare_evaluation_loss(ours)])
+                    averages = reference.compare_averages(ours)
+                    report.add([*compare_buffers(ours), *averages, *reference.compare_evaluation_loss(ours)])
             report.add(rates.compare(ours.step))
             if not _agreed(is_right, session.device):
                 trace, undropped = trace_step(session, batches, ours)

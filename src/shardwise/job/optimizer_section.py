@@ -35,7 +35,11 @@ class ParameterGroup(Section):
 class OptimizerSection(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: str = Field(default="AdamW", description="Class in `torch.optim`, or `package.module:name` of your own.")
+    name: str = Field(
+        default="AdamW",
+        description="Optimizer of this package such as `AdamW8bit`, class in `torch.optim`, or `package.module:name` "
+        "of your own.",
+    )
     learning_rate: float = Field(default=3e-3, gt=0, description="Peak learning rate.")
     weight_decay: float = Field(
         default=0.1,

@@ -1,4 +1,4 @@
-"""Optimizer classes of torch and of the user's own: their options, and which can update a shard alone.
+"""Optimizer classes of this package, of torch and of the user's own: their options, and which can update slices.
 
 A class of the user's own says so by an attribute `elementwise = True`. The legality table and the training room's
 optimizer read this file. torch is imported on first use, so that reading a job does not need it.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from shardwise.errors import UserCodeError
 from shardwise.job.objects import defined_at, in_parentheses, is_reference, load_object, raised_at
+from shardwise.job.optimizer_records import RECORDS, Average
 from shardwise.job.optimizer_section import OptimizerSection
 
 # The update of an element reads that element's own history only, so that a shard can be updated alone. A class that is
@@ -37,14 +40,22 @@ def classes() -> dict[str, type]:
     return {name: item for name, item in members if item is not optim.Optimizer}
 
 
+def names() -> list[str]:
+    """Return the names of this package's optimizers and of torch's."""
+    return sorted({*RECORDS, *classes()})
+
+
 @cache
 def optimizer_class(name: str) -> Any:
-    """Return the class that `optimizer.name` names: one of torch.optim, or `package.module:name` of the user's own.
+    """Return the class that `optimizer.name` names: this package's, torch's, or `package.module:name` of the user's.
 
     Raises:
         ConfigError: the reference names nothing.
         UserCodeError: what it names is no optimizer, or takes no learning rate.
     """
+    if name in RECORDS:
+        file, _, leaf = RECORDS[name].reference.partition(":")
+        return getattr(import_module(f"shardwise.training.optimizers.{file}"), leaf)
     if not is_reference(name):
         return classes()[name]
     from torch.optim import Optimizer
@@ -59,13 +70,21 @@ def optimizer_class(name: str) -> Any:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a class is there: torch's by its name, the user's own by being loaded."""
-    return name in classes() if not is_reference(name) else optimizer_class(name) is not None
+    """Return whether a class is there: this package's and torch's by name, the user's own by being loaded."""
+    return name in names() if not is_reference(name) else optimizer_class(name) is not None
 
 
-def is_elementwise(name: str) -> bool:
-    """Return whether the update of an element reads that element's own history only."""
-    return name in ELEMENTWISE or (is_reference(name) and getattr(optimizer_class(name), "elementwise", False) is True)
+def takes_slices(name: str) -> bool:
+    """Return whether slices of a tensor can be updated apart: elementwise classes can, and those of this package."""
+    if name in RECORDS or name in ELEMENTWISE:
+        return True
+    return is_reference(name) and getattr(optimizer_class(name), "elementwise", False) is True
+
+
+def average_of(name: str, options: Mapping[str, Any]) -> Average | None:
+    """Return what an optimizer evaluates and exports in the place of parameters; None where they are themselves."""
+    record = RECORDS.get(name)
+    return None if record is None or record.average is None else record.average(options)
 
 
 @cache

@@ -395,6 +395,14 @@ class TrainingSection(Section):
         description="Weight of the squared log-normaliser of the softmax in the training loss (PaLM: 1e-4).",
     )
     seed: NonNegative = Field(default=0, description="Seed of weights, sample order and dropout.")
+    ema_decay: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Keep an exponential moving average of the trained weights (EMA): after each step it keeps this "
+        "share of itself, such as 0.999, and takes the rest from the weights. It is evaluated too "
+        "(`validation_loss/ema`), saved in checkpoints, and written as a model beside the trained one. Unset: none.",
+    )
     evaluate_every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
     evaluate_batches: Positive = Field(default=8, description="Global batches of one evaluation.")
     deterministic: bool = Field(default=False, description="`torch.use_deterministic_algorithms`.")

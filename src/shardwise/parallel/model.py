@@ -25,6 +25,7 @@ from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.gradient_hooks import GradientHook
 from shardwise.model.user_state import user_namespaces
+from shardwise.parallel.averaged_weights import AveragedWeights
 from shardwise.parallel.context import ContextParallel, SequenceShard
 from shardwise.parallel.deferred_head import DeferredHead
 from shardwise.parallel.gradient_hooks import apply_gradient_hooks
@@ -105,6 +106,7 @@ class ParallelModel:
         statistics: the buffers that forwards change; None where the model has none.
         routers: the routers of experts, if there are some.
         reference: a frozen copy of the model with which a preference loss compares it, if there is one.
+        ema: moving averages of the weights (`training.ema_decay`), if the job wants them.
     """
 
     parts: list[ModelPart]
@@ -123,6 +125,7 @@ class ParallelModel:
     statistics: RunningStatistics | None = None
     routers: ExpertRouters | None = None
     reference: ParallelModel | None = None
+    ema: AveragedWeights | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -562,6 +565,18 @@ class ParallelModel:
         """Free parameters that stay gathered after a forward that no backward follows."""
         for module in self.fsdp_modules:
             module.reshard()
+
+    @contextmanager
+    def ema_in_place(self) -> Iterator[None]:
+        """Let the model have the moving averages of its weights inside; nothing else may use them meanwhile."""
+        assert self.ema is not None
+        self.reshard()
+        self.ema.swap()
+        try:
+            yield
+        finally:
+            self.reshard()
+            self.ema.swap()
 
     def scope(self, microbatch: Microbatch, step: int, sequences: SequenceShard | None = None) -> Any:
         """Return the context that is the dropout scope of a microbatch."""

@@ -53,10 +53,11 @@ class Captured:
         precision: by rank, the dtypes that were met.
         evaluation_modes: by rank, (any module trained during the evaluation, modes differ after it); None without one.
         evaluation_batches: by rank, the microbatches of that evaluation.
-        validation_loss: what it came to.
+        validation_loss, ema_loss: what it came to, and with the averaged weights.
         slices: by rank and tensor, what the rank holds of it.
         weights: this rank's own, by tensor, before the step.
         buffers: by rank, digests of its buffers by name and place among tensor ranks, after the update.
+        ema: whole averaged weights (EMA), after the update.
         router_biases: by rank, the biases that correct the scores of its routers, after the step.
     """
 
@@ -80,6 +81,8 @@ class Captured:
     evaluation_modes: list[tuple[bool, bool] | None] = field(default_factory=list)
     evaluation_batches: list[list[Batch]] = field(default_factory=list)
     validation_loss: float | None = None
+    ema_loss: float | None = None
+    ema: dict[str, Tensor] = field(default_factory=dict)
     slices: list[dict[str, list[Slices]]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     router_biases: list[dict[str, Tensor]] = field(default_factory=list)
@@ -93,7 +96,7 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
     weights = {entry.name: entry.local.clone() for entry in run.model.tensor_map}
     with _StepWatcher(run) as watcher:
         result = trainer.take_step(list(batches))
-    parameters, copies = gather(run), compare_copies(run)
+    parameters, copies, averages = gather(run), compare_copies(run), _gather_averages(run)
     entries = list(run.model.tensor_map)
     of_rank = {
         "moved": any(not torch.equal(entry.local, weights[entry.name]) for entry in entries),
@@ -123,6 +126,8 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
         copies=copies,
         gradient_copies=watcher.gradient_copies,
         validation_loss=session.progress.validation_loss,
+        ema_loss=session.evaluated.get("validation_loss/ema"),
+        ema=averages,
         weights=weights,
         **by_rank,
     )
@@ -135,6 +140,15 @@ def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> 
         if dist.get_rank() == 0:
             kept[name] = whole.detach().to("cpu", copy=True).div_(divisor)
     return kept
+
+
+def _gather_averages(run: AssembledJob) -> dict[str, Tensor]:
+    """Whole averaged weights of what is trained, where the job keeps them; on rank 0. Collective."""
+    if run.model.ema is None:
+        return {}
+    with run.model.ema_in_place():
+        wholes = gather(run)
+    return {name: whole for name, whole in wholes.items() if name not in run.facts.frozen}
 
 
 def _router_biases(run: AssembledJob) -> dict[str, Tensor]:
@@ -180,10 +194,14 @@ class _StepWatcher:
 
     def _watch_run(self, compute: Any) -> Any:
         def run(objective: Any, microbatches: Any, step: int, seed: Tensor | None = None) -> Tensor:
+            averages = self.run.model.ema
+            if seed is None and averages is not None and averages.in_place:
+                totals: Tensor = compute(objective, microbatches, step, seed)  # the same rows once more
+                return totals
             if seed is None:
                 self._inside += self._modes()
                 self.evaluation_batches += [batch.to("cpu") for batch in microbatches]
-                totals: Tensor = compute(objective, microbatches, step, seed)
+                totals = compute(objective, microbatches, step, seed)
                 return totals
             with recorded_precision(self.run, self.precision, objective) as watched:
                 totals = compute(watched, microbatches, step, seed)

@@ -37,6 +37,7 @@ SENTENCES = {
     "evaluation": ("trained_evaluation", "evaluation computes in training mode"),
     "evaluation data": ("wrong_evaluation", "{name}"),
     "evaluation loss": ("wrong_evaluation", "{name}"),
+    "average": ("wrong_average", "the moving average of {name} is not that of its weights"),
     "router bias": ("wrong_router_bias", "{name}"),
     "mode": ("left_in_evaluation", "evaluation leaves the model in evaluation mode"),
 }

@@ -1,9 +1,10 @@
 """The oracle: the same training in one process with nothing of ours in it, to which `shardwise verify` compares.
 
 The model is the untouched one of transformers (or the user's), built whole on the CPU; gradients are torch autograd's
-of cross-entropy on whole logits; the update is torch.optim's default implementation after torch's own clipping. Data,
-masking, dropout, weight-decay groups and schedule are written again from their definitions. Nothing is imported from
-parallel, kernels, collectives or training (a test looks), so that one mistake cannot stand on both sides.
+of cross-entropy on whole logits; the update is torch.optim's default implementation, or a plain one of the oracle's
+own, after torch's own clipping. Data, masking, dropout, weight-decay groups and schedule are written again from their
+definitions. Nothing is imported from parallel, kernels, collectives or training (a test looks), so that one mistake
+cannot stand on both sides.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
+from shardwise.testing.oracle_optimizers import PLAIN, ScheduleFreeAdamW
 from shardwise.testing.oracle_preference import preference_loss
 from shardwise.testing.oracle_routers import RouterReference
 from shardwise.testing.oracle_start import AUTO
@@ -128,6 +130,7 @@ class Oracle:
     _router_logits: Sequence[Tensor] = field(default=(), init=False)  # of the forward that ran last, layer by layer
     narrows_logits: bool = field(default=False, init=False)  # the model makes them in fp32 whatever its own dtype is
     used: set[str] = field(default_factory=set, init=False)  # parameters that the last backward reached
+    averages: dict[str, Tensor] = field(default_factory=dict, init=False)  # of trained weights (EMA)
 
     def __post_init__(self) -> None:
         self.model = adapt(_build(self.job, self.eager), adapter_settings(self.job.adapter)).to(self.master)
@@ -226,7 +229,19 @@ class Oracle:
         twist = Twist(no_dropout=True, no_z_loss=True, no_smoothing=True)
         by_sample = counts_samples(self.job)
         count = sum(len(rows.samples()) if by_sample else rows.count() for rows in microbatches)
-        return sum(float(self._loss(rows, 0, twist)) for rows in microbatches) / max(count, 1)
+        with self._averaged():
+            return sum(float(self._loss(rows, 0, twist)) for rows in microbatches) / max(count, 1)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Let the weights be those that the optimizer evaluates, where it has others for training."""
+        if not isinstance(self.optimizer, ScheduleFreeAdamW):
+            yield
+            return
+        with self.optimizer.averaged():
+            self._publish()
+            yield
+        self._publish()
 
     def _count_routers(self, counters: Sequence[int], step: int, size: int) -> None:
         """Run forward of the whole step ahead, where the routers' losses or biases ask for their choices."""
@@ -371,6 +386,24 @@ class Oracle:
                 self.optimizer.step()
         self.routers.move_biases()
         self._publish()
+
+    def average(self) -> None:
+        """Average the weights of a step that was taken: torch's AveragedModel with a decay, written out."""
+        decay = self.job.training.ema_decay
+        assert decay is not None
+        for name, parameter in self.parameters.items():
+            if self.live[name].requires_grad:
+                weight = parameter.detach()
+                before = self.averages.get(name, weight)
+                self.averages[name] = decay * before + (1 - decay) * weight
+
+    def evaluate_averages(self, microbatches: Sequence[Rows]) -> float:
+        """Return what `evaluate` does, of the averaged weights."""
+        weights = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.adopt({**weights, **self.averages})
+        loss = self.evaluate(microbatches)
+        self.adopt(weights)
+        return loss
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's options by tensor."""
@@ -526,11 +559,11 @@ def _build(job: Job, eager: bool) -> nn.Module:
 def _optimizer(
     settings: OptimizerSection, parameters: Mapping[str, nn.Parameter], ties: Sequence[Sequence[str]]
 ) -> torch.optim.Optimizer:
-    """torch's class in its plain loop over tensors; weight decay for matrices only.
+    """torch's class in its plain loop over tensors, or the oracle's own; weight decay for matrices only.
 
     Every tensor is a group of its own, with its `decay` before biases are left out, and its `share` of the job's rate.
     """
-    made = optimizer_class(settings.name)
+    made: Any = PLAIN.get(settings.name) or optimizer_class(settings.name)
     accepted = inspect.signature(made).parameters
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
     options |= {name: False for name in ("foreach", "fused") if name in accepted}

@@ -22,8 +22,11 @@ from torch.nn import functional as F
 from shardwise.collectives import fsdp
 from shardwise.data.batch import IGNORED
 from shardwise.job.axes import Axis
+from shardwise.job.optimizer_records import RECORDS
+from shardwise.kernels.precision import DTYPES
 from shardwise.parallel.deferred_head import DeferredHead
 from shardwise.parallel.objective import Objective
+from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.setup import AssembledJob
 
@@ -59,18 +62,31 @@ class PrecisionRecord:
     expected_without: dict[str, float] = field(default_factory=dict)
 
     def read_state(self, run: AssembledJob) -> None:
-        """Read the dtypes of the weights and of the optimizer's state after an update."""
+        """Read the dtypes of the weights and of the optimizer's state after an update.
+
+        State whose dtype the optimizer has by definition, such as scales of blocks, is left out where it has it.
+        """
         for entry, local in run.optimizer.locals:
             self.parameters.setdefault(local.dtype, entry.name)
         states: dict[str, list[Tensor]] = {}
-        for state in run.optimizer.inner.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and value.is_floating_point():
+        for entry, local in run.optimizer.locals:
+            defined = _defined_dtypes(run, entry)
+            for name, value in run.optimizer.inner.state.get(local, {}).items():
+                is_moment = isinstance(value, Tensor) and value.dim() and value.is_floating_point()
+                if is_moment and defined.get(name) is not value.dtype:
                     states.setdefault(name, []).append(value)
         for name, values in states.items():
             self.optimizer |= {value.dtype: name for value in values}
             if any(value.any() for value in values):
                 self.coarse_state[name] = [dtype for dtype in COARSE if holds_numbers_of(dtype, values)]
+
+
+def _defined_dtypes(run: AssembledJob, entry: ParameterEntry) -> dict[str, torch.dtype]:
+    """Return the dtypes that state beside a parameter has whatever those of the plan are, by key."""
+    settings = run.plan.job.optimizer
+    record = RECORDS.get(settings.name)
+    state = {} if record is None else record.state(settings.options, entry.shape, entry.shape)
+    return {key: DTYPES[kept.dtype] for key, kept in state.items() if kept.dtype in DTYPES}
 
 
 @contextmanager

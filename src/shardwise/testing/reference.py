@@ -140,7 +140,24 @@ class OracleReference:
         sentence = f"the evaluation's loss is {ours.validation_loss:.6g}, that of its rows {right:.6g}"
         misread = find_misread_evaluation(self.plan, self.oracle.source, ours)
         rows = Difference(ours.step, "evaluation data", misread, math.inf if misread else 0.0, 0.0)
-        return [rows, difference if difference.agrees else replace(difference, name=sentence)]
+        averaged = self._compare_ema_loss(ours, microbatches)
+        return [rows, difference if difference.agrees else replace(difference, name=sentence), *averaged]
+
+    def _compare_ema_loss(self, ours: Captured, microbatches: Sequence[Rows]) -> list[Difference]:
+        """Compare the loss of the averaged weights on the same rows, where there are some."""
+        if ours.ema_loss is None:
+            return []
+        right = self.oracle.evaluate_averages(microbatches)
+        difference = compare_numbers(ours.step, "evaluation loss", ours.ema_loss, right, self.loss_tolerance)
+        sentence = f"the evaluation's loss with averaged weights is {ours.ema_loss:.6g}, not {right:.6g}"
+        return [difference if difference.agrees else replace(difference, name=sentence)]
+
+    def compare_averages(self, ours: Captured) -> list[Difference]:
+        """Compare the averaged weights after a step that agreed, if the job keeps them."""
+        if self.plan.job.training.ema_decay is None:
+            return []
+        self.oracle.average()
+        return compare_tensors(ours.step, "average", ours.ema, self.oracle.averages, self.tolerances.parameter)
 
     def _compare(self, ours: Captured, before: Snapshot) -> tuple[list[Difference], Evidence | None]:
         """Return the differences of a step, and the evidence if some disagree; the oracle then stands before it."""
@@ -315,6 +332,10 @@ class RecordedReference:
         """Another layout's evaluation is not recorded."""
         return []
 
+    def compare_averages(self, ours: Captured) -> list[Difference]:
+        """Nothing is recorded of another layout's averages, which follow from its parameters."""
+        return []
+
     def diagnose(self, traces: Sequence[ModuleTrace], undropped: Mapping[str, Tensor]) -> None:
         """Nothing is known of another layout beside its numbers."""
 
@@ -326,6 +347,10 @@ class Recording:
     directory: Path
 
     def compare_evaluation_loss(self, ours: Captured) -> list[Difference]:
+        """Nothing is compared."""
+        return []
+
+    def compare_averages(self, ours: Captured) -> list[Difference]:
         """Nothing is compared."""
         return []
 

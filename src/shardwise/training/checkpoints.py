@@ -79,6 +79,11 @@ class RunCheckpoints:
         self.checkpointer.save(progress, self.assembled.scaler, wait=wait)
         return f"{self.store.root}/{checkpoint_name(progress.step)}"
 
+    def settle(self) -> None:
+        """Hold what is being saved, so that it may change."""
+        if self.checkpointer is not None:
+            self.checkpointer.settle()
+
     def wait(self) -> None:
         """Wait for a save that is under way.
 

@@ -2,13 +2,14 @@
 
 Any elementwise class, of `torch.optim` or of the user's own, updates plain local tensors that share storage with the
 model's (sharded) parameters: no DTensor dispatch per parameter, and each element is updated on every rank that holds it
-and nowhere else.
+and nowhere else. Optimizers of this package (`training/optimizers/`) know besides where these slices stand.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -19,11 +20,13 @@ from shardwise._torch_compat.autograd import share_attributes
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
 from shardwise.job.optimizer_section import OptimizerSection, ParameterGroup
-from shardwise.job.optimizers import optimizer_class
+from shardwise.job.optimizers import average_of, optimizer_class
 from shardwise.job.schedules import FALLING, SHAPES, Moment, own_schedule_factor
 from shardwise.model.parameter_patterns import groups_of_parameters
+from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
+from shardwise.training.optimizers.slice_optimizer import SliceOptimizer
 
 NO_GROUPS: Mapping[str, ParameterGroup] = MappingProxyType({})
 
@@ -38,10 +41,15 @@ class ShardedOptimizer:
         tensor_map: the parameters.
         settings: the class, its options, learning rate and weight decay.
         groups: name of a parameter -> the group of `settings.groups` that it is in, where it is in one.
+        model: that the map is of, whose ranks an optimizer of this package may ask; None where tensors are whole.
     """
 
     def __init__(
-        self, tensor_map: TensorMap, settings: OptimizerSection, groups: Mapping[str, ParameterGroup] = NO_GROUPS
+        self,
+        tensor_map: TensorMap,
+        settings: OptimizerSection,
+        groups: Mapping[str, ParameterGroup] = NO_GROUPS,
+        model: ParallelModel | None = None,
     ) -> None:
         self.entries = list(tensor_map)
         self.locals: list[tuple[ParameterEntry, nn.Parameter]] = [
@@ -52,16 +60,19 @@ class ShardedOptimizer:
         for entry, local in self.locals:
             share_attributes(entry.parameter, local)  # an optimizer of the user's own may read them
         self.gradient_bytes = 0  # of the last step
+        self.average = average_of(settings.name, settings.options)
         self._name = settings.name
         self._learning_rate = settings.learning_rate
         on_gpu = any(local.is_cuda for _, local in self.locals)
         self.inner = make_torch_optimizer(settings, list(self._torch_groups(settings, groups)), on_gpu)
+        if isinstance(self.inner, SliceOptimizer):
+            self.inner.place({local: entry for entry, local in self.locals}, model)
 
     @classmethod
     def of(cls, model: ParallelModel) -> ShardedOptimizer:
         """Return the optimizer of a model's job, over its elements on this rank."""
         settings = model.plan.job.optimizer
-        return cls(model.tensor_map, settings, groups_of_parameters(model.facts, settings.groups))
+        return cls(model.tensor_map, settings, groups_of_parameters(model.facts, settings.groups), model)
 
     def _torch_groups(
         self, settings: OptimizerSection, groups: Mapping[str, ParameterGroup]
@@ -95,6 +106,26 @@ class ShardedOptimizer:
         with user_code(f"optimizer.name={self._name!r}: step"):
             self.inner.step()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the parameters be their averages inside, if there are some; afterwards they are as before, bit by bit.
+
+        A save that is under way has to be settled first.
+        """
+        states = self.inner.state
+        kept = [local for _, local in self.locals if self.average and self.average.key in states.get(local, {})]
+        before = [(local, local.detach().clone()) for local in kept]
+        with torch.no_grad():
+            for local in kept:
+                assert self.average is not None
+                local.copy_(averaged_weight(local, states[local][self.average.key], self.average.factor))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for local, value in before:
+                    local.copy_(value)
+
     def zero_grad(self) -> None:
         """Drop gradients of parameters and locals.
 
@@ -113,8 +144,16 @@ class ShardedOptimizer:
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state tensors on this rank."""
-        states = self.inner.state.values()
-        return sum(v.numel() * v.element_size() for s in states for v in s.values() if isinstance(v, Tensor))
+        return sum(value.numel() * value.element_size() for value in self._state_tensors())
+
+    def state_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of optimizer state beside this rank's elements, counters left out; the smallest first."""
+        dtypes = {value.dtype for value in self._state_tensors() if value.dim()}
+        return sorted(dtypes, key=lambda dtype: dtype.itemsize)
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        for state in self.inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:

@@ -30,10 +30,13 @@ from shardwise.words import listed
 METRICS_FILE = "metrics.jsonl"
 MODEL_DIRECTORY = "model"
 ADAPTER_DIRECTORY = "adapter"
+EMA_MODEL_DIRECTORY = "model_ema"
+EMA_ADAPTER_DIRECTORY = "adapter_ema"
 SAMPLE_FILE = "sample.txt"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
-_RESULTS = (SAMPLE_FILE, REPORT_FILE, "job.yaml", MODEL_DIRECTORY, ADAPTER_DIRECTORY)
+_MODELS = (MODEL_DIRECTORY, ADAPTER_DIRECTORY, EMA_MODEL_DIRECTORY, EMA_ADAPTER_DIRECTORY)
+_RESULTS = (SAMPLE_FILE, REPORT_FILE, "job.yaml", *_MODELS)
 _RECORDS = (METRICS_FILE, STACKS_FILE, "tensorboard", "profile")  # a run that is resumed goes on with them
 
 # Which keys of a job may differ in two runs of the same training.

@@ -13,7 +13,14 @@ from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession, reported
 from shardwise.observe.metrics import Record
 from shardwise.observe.output_disk import writing
-from shardwise.training.output import ADAPTER_DIRECTORY, MODEL_DIRECTORY, REPORT_FILE, SAMPLE_FILE
+from shardwise.training.output import (
+    ADAPTER_DIRECTORY,
+    EMA_ADAPTER_DIRECTORY,
+    EMA_MODEL_DIRECTORY,
+    MODEL_DIRECTORY,
+    REPORT_FILE,
+    SAMPLE_FILE,
+)
 from shardwise.training.sample import generate
 from shardwise.training.setup import AssembledJob
 
@@ -49,17 +56,24 @@ class ModelExport(Callback):
             self._export(session)
 
     def _export(self, session: ObservedSession) -> None:
-        """Write the model with its tokenizer, and the chat template that it was trained with."""
+        """Write the model, and beside it the one of the averaged weights if there is one."""
         self._is_written = True
+        self._write(session, ADAPTER_DIRECTORY, MODEL_DIRECTORY)
+        if session.model.ema is not None:
+            with session.model.ema_in_place():
+                self._write(session, EMA_ADAPTER_DIRECTORY, EMA_MODEL_DIRECTORY)
+
+    def _write(self, session: ObservedSession, adapter: str, model: str) -> None:
+        """Write the model with its tokenizer, and the chat template that it was trained with."""
         output = Path(session.job.output)
         tokenizer = self._assembled.data.tokenizer_directory
         if self._assembled.facts.adapters:
-            export_adapter(session.model, output / ADAPTER_DIRECTORY, tokenizer)
+            export_adapter(session.model, output / adapter, tokenizer)
         if writes_model(self._assembled):
-            export_hugging_face(session.model, output / MODEL_DIRECTORY, tokenizer, session.note)
-        if session.rank == 0 and (output / MODEL_DIRECTORY).is_dir():
+            export_hugging_face(session.model, output / model, tokenizer, session.note)
+        if session.rank == 0 and (output / model).is_dir():
             with writing(output):
-                copy_chat_template(session.job.data.chat_template, output / MODEL_DIRECTORY)
+                copy_chat_template(session.job.data.chat_template, output / model)
 
 
 def open_tokenizer(assembled: AssembledJob) -> PreTrainedTokenizerBase | None:
@@ -150,6 +164,9 @@ class Summary(Callback):
             session.note(f"adapter          {output / ADAPTER_DIRECTORY}")
         if writes_model(self._assembled):
             session.note(f"model            {output / MODEL_DIRECTORY}")
+        if session.model.ema is not None:
+            directory = EMA_MODEL_DIRECTORY if writes_model(self._assembled) else EMA_ADAPTER_DIRECTORY
+            session.note(f"averaged weights {output / directory}")
         session.note(f"report           {output / REPORT_FILE}")
 
     def _compare(self, session: ObservedSession, result: Record) -> None:

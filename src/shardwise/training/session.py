@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -277,6 +277,8 @@ class Session:
         rate = self.scheduled_rate() if learning_rate is None else learning_rate
         self.optimizer.set_learning_rate(rate)
         result = self._train(batches, loss_function)
+        if self.model.ema is not None and not result.skipped:
+            self.model.ema.update()
         mark_phase("records")
         self._advance(result, batches)
         record = step_record(self.assembled, self.progress, result, rate, time.perf_counter() - began)
@@ -310,13 +312,14 @@ class Session:
         splits = assembled.data.sets if is_own else {}
         if batches is None:
             batches = assembled.evaluation(assembled.data.validation)
-        with objective_for(assembled, loss_function) as objective:
+        with self.averaged(), objective_for(assembled, loss_function) as objective:
             validation = self._evaluated(objective, batches)
             sets = {name: self._evaluated(objective, assembled.evaluation(split)) for name, split in splits.items()}
-        begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
+            sets |= self._of_ema(objective) if is_own else {}
+            begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
+            matches = self._exact_matches() if is_own else {}
         self.progress = self.progress.model_copy(update={"validation_loss": validation.loss})
         compared = {} if self._recent.mean is None else {"training_loss": self._recent.mean}
-        matches = self._exact_matches() if is_own else {}
         numbers = _named("", validation)
         for name, result in sets.items():
             numbers |= _named(f"/{name}", result)
@@ -326,12 +329,32 @@ class Session:
         self._end_unit()
         return validation.loss
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the weights that are evaluated and exported inside: averages, where some are kept."""
+        if self.optimizer.average is None:
+            yield
+            return
+        self.checkpoints.settle()
+        self.model.reshard()
+        with self.optimizer.averaged():
+            yield
+            self.model.reshard()
+
     def _exact_matches(self) -> dict[str, float]:
         """Return what the job's `evaluation.answers` come to."""
         count, data = self.job.evaluation.answers, self.assembled.data
         if not count or not isinstance(data.validation, PackedRows):
             return {}
         return exact_matches(self.model, data.validation, data.sets, count)
+
+    def _of_ema(self, objective: Objective) -> dict[str, EvaluationResult]:
+        """Return what the averaged weights come to on the validation split, by the name `ema`, if the job has them."""
+        if self.model.ema is None:
+            return {}
+        self.checkpoints.settle()
+        with self.model.ema_in_place():
+            return {"ema": self._evaluated(objective, self.assembled.evaluation(self.assembled.data.validation))}
 
     def _evaluated(self, objective: Objective, batches: Iterable[Sequence[Microbatch]]) -> EvaluationResult:
         steps = [as_batches(microbatches, self.assembled, self._samples) for microbatches in batches]
@@ -383,7 +406,8 @@ class Session:
             self._ended = True
             self.checkpoints.wait()
             self._agree_on_failure()
-            self.callbacks.call("on_end", self, vars(result))
+            with self.averaged():
+                self.callbacks.call("on_end", self, vars(result))
             self._agree_on_failure()
         return result
 

@@ -30,6 +30,7 @@ from shardwise.model.row_coupling import ROWS, couples_rows
 from shardwise.model.traced_cut import cut_by_trace
 from shardwise.model.weight_dtypes import with_file_dtypes
 from shardwise.parallel.apply import parallelize
+from shardwise.parallel.averaged_weights import AveragedWeights
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
@@ -177,6 +178,8 @@ def assemble(
     if needs_copy(plan):
         model.reference = frozen_copy(model)
         initialize(model.reference, seed)
+    if job.training.ema_decay is not None:
+        model.ema = AveragedWeights(model.tensor_map, job.training.ema_decay)
     objective = make_objective(model)
     if isinstance(objective, DirectPreference) and objective.is_precomputed and data is not None:
         data = with_reference(objective, make_stream(plan, layout, data), data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +15,7 @@ from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.training.setup import AssembledJob
 
 WIDTH = 100
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.uint8: "8 bits"}
 
 
 class StateReport(Callback):
@@ -54,9 +55,12 @@ def state_table(assembled: AssembledJob) -> Table:
     table.add_row("buffers", "as the model", f"{buffers:,}")
     table.add_row("compute", dtypes.compute, "gathered a block at a time" if model.fsdp_modules else "in place")
     table.add_row("gradients", dtypes.reduction, f"{optimizer.gradient_bytes:,}")
-    table.add_row(f"optimizer ({assembled.plan.job.optimizer.name})", dtypes.optimizer, f"{optimizer.state_bytes():,}")
+    name, kept = assembled.plan.job.optimizer.name, [NAMES.get(dtype, str(dtype)) for dtype in optimizer.state_dtypes()]
+    table.add_row(f"optimizer ({name})", ", ".join(kept) or dtypes.optimizer, f"{optimizer.state_bytes():,}")
     if model.reference is not None:
         table.add_row("reference (frozen)", dtypes.parameters, f"{_bytes(model.reference.tensor_map):,}")
+    if model.ema is not None:
+        table.add_row("averaged weights (EMA)", dtypes.parameters, f"{model.ema.bytes:,}")
     table.add_row("loss", dtypes.loss, "")
     return table
 
@@ -64,12 +68,13 @@ def state_table(assembled: AssembledJob) -> Table:
 def state_bytes(assembled: AssembledJob) -> dict[str, int]:
     """Return what this rank holds between steps, measured, by the causes of the planner's prediction."""
     gradients = sum(gradient.numel() * gradient.element_size() for _, gradient in assembled.optimizer.gradients())
-    reference = assembled.model.reference
+    reference, ema = assembled.model.reference, assembled.model.ema
     return {
         "parameters": _bytes(assembled.model.tensor_map),
         "gradients": gradients,
         "optimizer": assembled.optimizer.state_bytes(),
         "reference": 0 if reference is None else _bytes(reference.tensor_map),
+        "ema": 0 if ema is None else ema.bytes,
     }
 
 

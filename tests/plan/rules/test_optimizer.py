@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import LegalityError
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE, classes
 from tests.plan.rules.jobs import resolve_case
 
@@ -15,7 +16,7 @@ def test_a_name_in_other_letters_is_found() -> None:
 
 
 def test_every_optimizer_of_torch_is_sorted() -> None:
-    known = {*ELEMENTWISE, *UNUSABLE, "Adafactor"}
+    known = {*ELEMENTWISE, *UNUSABLE, *RECORDS}
     assert set(ELEMENTWISE) <= set(classes())
     assert set(classes()) <= known, "a new optimizer in torch.optim: is it elementwise?"
 

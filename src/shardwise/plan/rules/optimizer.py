@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.job.objects import is_reference
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizers import (
     ELEMENTWISE,
     UNUSABLE,
-    classes,
+    average_of,
     complaint,
     decays,
-    is_elementwise,
     is_known,
+    names,
     options,
+    takes_slices,
     unknown_options,
 )
 from shardwise.job.schedules import FALLING, decay_steps
@@ -84,16 +86,16 @@ def _has_another(schedule: str) -> Callable[[Draft], bool]:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("optimizer-name", ("optimizer.name",), "has to be a class in torch.optim, or one of your own",
+    Rule("optimizer-name", ("optimizer.name",), "has to be an optimizer of this package, of torch.optim or your own",
          lambda d: not is_known(d.optimizer.name),
-         fix="use AdamW or another class of torch.optim, or package.module:name",
-         use=lambda d: spelling(d.optimizer.name, list(classes()))),
+         fix="use AdamW or another name, or package.module:name",
+         use=lambda d: spelling(d.optimizer.name, names())),
     Rule("optimizer-usable", ("optimizer.name",), "has to take dense gradients of any shape, without a closure",
-         lambda d: d.optimizer.name in UNUSABLE,
+         lambda d: d.optimizer.name in UNUSABLE and d.optimizer.name not in RECORDS,
          fix="use AdamW",
          because=lambda d: UNUSABLE[d.optimizer.name]),
     Rule("optimizer-elementwise", ("optimizer.name",), "has to be elementwise when its state is sharded",
-         lambda d: _pieces(d) > 1 and not is_elementwise(d.optimizer.name),
+         lambda d: _pieces(d) > 1 and not takes_slices(d.optimizer.name),
          fix="use an elementwise optimizer (a class of your own says `elementwise = True`), or degree 1 for sharding "
          "and tensors, without shard_optimizer_state",
          because=lambda d: f"needs whole tensors, and they are cut over {_pieces(d)} ranks",
@@ -110,6 +112,9 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: complaint(d.optimizer)),
     idle("weight-decay", "optimizer.weight_decay", "the class has no weight decay",
          lambda d: d.optimizer.weight_decay and not decays(d.optimizer.name), "leave it out, or use AdamW"),
+    Rule("ema-twice", ("training.ema_decay", "optimizer.name"), "the optimizer evaluates an average of its own",
+         lambda d: d.training.ema_decay is not None and average_of(d.optimizer.name, d.optimizer.options),
+         fix="leave training.ema_decay out"),
     Rule("groups-keys", ("optimizer.groups",), "a group has a learning rate or a weight decay of its own",
          lambda d: any(group.learning_rate is group.weight_decay is None for group in d.optimizer.groups),
          fix="set learning_rate or weight_decay of the group, or leave it out"),
@@ -131,6 +136,11 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.optimizer.groups and _without_decay(d),
          fix="leave weight_decay of the group out",
          because=lambda d: f"weight_decay of the group of {_without_decay(d)[0]!r} would act on no tensor"),
+    Rule("schedule-free", ("optimizer.name", "optimizer.schedule"),
+         "ScheduleFreeAdamW averages weights in the place of a falling learning rate",
+         lambda d: d.optimizer.name == "ScheduleFreeAdamW" and d.optimizer.schedule != "constant"
+         and not is_reference(d.optimizer.schedule),
+         fix="use schedule constant"),
     Rule("warmup", ("optimizer.warmup_steps", "training.steps"), "warm-up has to be shorter than the training",
          lambda d: 0 < d.steps.value <= d.warmup.value,
          fix="use fewer warmup_steps",

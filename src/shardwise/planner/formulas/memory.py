@@ -7,7 +7,8 @@ dtype, r of the reduction.
 
 Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
 accumulation the gradients of earlier microbatches N/s·p. Of N and n only trained parameters have gradients and state.
-The frozen copy of a preference loss takes N/s·p more; its forward, which holds no activations, is no peak.
+Averaged weights (EMA) take p for each of those. The frozen copy of a preference loss takes N/s·p more; its forward,
+which holds no activations, is no peak.
 One rank without a compute dtype of its own has no FSDP2: s = 1, and nothing below is gathered or communicated. With
 tensor parallelism all are of the first, fullest, rank.
 
@@ -57,7 +58,7 @@ from shardwise.planner.formulas.prediction import IMBALANCE
 from shardwise.planner.formulas.shapes import (
     expert_shards,
     local_shapes,
-    optimizer_states,
+    optimizer_state_bytes,
     split_backward_features,
     weights_put_off,
 )
@@ -190,12 +191,18 @@ class _Step:
         """Return (elements of one rank, elements of all ranks that shard them, packed ones by their bytes)."""
         shard, whole = 0, 0.0
         for name, shape in shapes.items():
-            is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
-            ranks = expert_shards(self.plan) if is_shared else self.ranks
-            size = math.ceil(shape[0] / ranks) * math.prod(shape[1:]) if shape else 1
+            size = math.prod(self._part(name, shape))
             shard += size
-            whole += 0 if self._is_alone(name) else size * ranks * self._packing(name)
+            whole += 0 if self._is_alone(name) else size * self._shards(name) * self._packing(name)
         return shard, whole
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what one of the ranks that shard a parameter has of it, padded."""
+        return (math.ceil(shape[0] / self._shards(name)), *shape[1:]) if shape else shape
+
+    def _shards(self, name: str) -> int:
+        is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
+        return expert_shards(self.plan) if is_shared else self.ranks
 
     def _packing(self, name: str) -> float:
         """Return the bytes of a packed weight's elements as a share of those in the compute dtype; else 1."""
@@ -247,6 +254,13 @@ class _Step:
         """Elements on this rank that have a gradient and optimizer state."""
         return self.root.trained_shard + sum(unit.trained_shard for unit in self.units)
 
+    @cached_property
+    def optimizer_bytes(self) -> float:
+        """Bytes of the optimizer's state on this rank."""
+        shapes = {name: shape for of_block in self._shapes.values() for name, shape in of_block.items()}
+        trained = {name: self._part(name, shape) for name, shape in shapes.items() if name not in self.facts.frozen}
+        return optimizer_state_bytes(self.plan, self.facts, trained)
+
     # --- what is held all the time
 
     def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
@@ -257,19 +271,21 @@ class _Step:
             moment,
             parameters=self.parameter_bytes,
             gradients=done * self.master,
-            optimizer=self.trained * BYTES[self.plan.dtypes.optimizer] * optimizer_states(self.plan),
+            optimizer=self.optimizer_bytes,
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,
             unsharded_gradients=self._unreduced,
             activations=self._always,
             reference=self.parameter_bytes * (self.plan.reference == "copy"),
+            ema=self.trained * self.master * (self.job.training.ema_decay is not None),
         )
         if not self.on_cuda:
             return state
         state = replace(state, host=self._pool)
         if not self.job.memory.offload_parameters:
             return state
-        moved = state.parameters + state.gradients + state.optimizer + state.reference
-        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, reference=0.0, host=state.host + moved)
+        moved = state.parameters + state.gradients + state.optimizer + state.reference + state.ema
+        nothing = dict.fromkeys(("parameters", "gradients", "optimizer", "reference", "ema"), 0.0)
+        return replace(state, **nothing, host=state.host + moved)
 
     @property
     def _waits(self) -> bool:

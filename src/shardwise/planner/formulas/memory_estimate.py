@@ -12,8 +12,8 @@ class MemoryEstimate:
     parameters: master shards. gradients: gradient shards. optimizer: its state. gathered: whole parameters in the
     compute dtype. communication: buffers of all-gather and reduce-scatter. unsharded_gradients: whole gradients that
     have not been reduced yet. activations: what backward needs. working: temporaries of backward. logits: the logits
-    of one chunk (or all of them). reference: shards of the frozen copy of a preference loss. host: bytes in host
-    memory, which the device's total leaves out.
+    of one chunk (or all of them). reference: shards of the frozen copy of a preference loss. ema: shards of the moving
+    averages of weights. host: bytes in host memory, which the device's total leaves out.
     """
 
     moment: str
@@ -27,6 +27,7 @@ class MemoryEstimate:
     working: float = 0.0
     logits: float = 0.0
     reference: float = 0.0
+    ema: float = 0.0
     host: float = 0.0
 
     @property

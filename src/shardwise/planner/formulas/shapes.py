@@ -6,10 +6,11 @@ The same rules as `shardwise.parallel` follows when it cuts a model; a test hold
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from shardwise.job.axes import Axis
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.model.adapters import adapter_split
 from shardwise.model.facts import ModelFacts
 from shardwise.model.tensor_split import chunk, chunks
@@ -40,7 +41,21 @@ def expert_shards(plan: Plan) -> int:
     return plan.state_ranks // math.gcd(plan.state_ranks, plan.degrees[Axis.EXPERT])
 
 
-def optimizer_states(plan: Plan) -> int:
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "uint8": 1}
+
+
+def optimizer_state_bytes(plan: Plan, facts: ModelFacts, parts: Mapping[str, tuple[int, ...]]) -> float:
+    """Return the bytes of optimizer state beside trained parameters, given by name as the shapes of a rank's parts."""
+    settings, own = plan.job.optimizer, DTYPE_BYTES[plan.dtypes.optimizer]
+    record = RECORDS.get(settings.name)
+    if record is None:
+        return own * _optimizer_states(plan) * sum(map(math.prod, parts.values()))
+    kept = (record.state(settings.options, facts.parameter_shapes[name], part) for name, part in parts.items())
+    tensors = (tensor for state in kept for tensor in state.values())
+    return sum(math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, own) for tensor in tensors)
+
+
+def _optimizer_states(plan: Plan) -> int:
     """State tensors as large as the parameters. Unknown classes count as Adam's two."""
     options = plan.job.optimizer.options
     states = _STATES.get(plan.job.optimizer.name, 2)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.parallel.averaged_weights import AveragedWeights
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 from shardwise.testing.faults.patching import RANK, Fault, wrapped
 from shardwise.training import session, step
@@ -256,6 +257,16 @@ def _rate_of_the_step_before() -> AbstractContextManager[None]:
     return wrapped(Session, "scheduled_rate", wrapper)
 
 
+def _stale_average() -> AbstractContextManager[None]:
+    """Let one rank average no step but its first."""
+
+    def wrapper(original: Callable[..., Any], self: AveragedWeights) -> None:
+        if dist.get_rank() != RANK or not self.values:
+            original(self)
+
+    return wrapped(AveragedWeights, "update", wrapper)
+
+
 UPDATE_FAULTS: dict[str, Fault] = {
     "wrong_norm": _wrong_norm,
     "tie_twice_in_norm": _squares_with(_ties_twice),
@@ -290,4 +301,5 @@ UPDATE_FAULTS: dict[str, Fault] = {
     "fixed_rate": _scheduled_by(lambda step, steps, warmup: (warmup, steps)),
     "late_warmup": _scheduled_by(lambda step, steps, warmup: (step - 1 if step < warmup else step, steps)),
     "late_rate": _rate_of_the_step_before,
+    "stale_average": _stale_average,
 }

@@ -20,13 +20,14 @@ def grouped(*groups: tuple[str, dict[str, Any]], **optimizer: Any) -> dict[str, 
     return {"optimizer": {"groups": [{"parameters": [name], **keys} for name, keys in groups], **optimizer}}
 
 
+WHOLE = "tests.training.user_code:WholeTensors"
 SLOW, DECAYED = {"learning_rate": 1e-5}, {"weight_decay": 0.2}
 CASES = {
     "optimizer-name": case({"optimizer": {"name": "AdamX"}}, {"optimizer": {"name": "Adam"}}, "did you mean 'Adam"),
     "optimizer-usable": case({"optimizer": {"name": "LBFGS"}}, {"optimizer": {"name": "SGD"}}, "closure"),
     "optimizer-elementwise": case(
-        {"optimizer": {"name": "Adafactor"}},
-        {"optimizer": {"name": "Adafactor"}, "parallel": {"sharded_data_parallel_degree": 1}},
+        {"optimizer": {"name": WHOLE}},
+        {"optimizer": {"name": WHOLE}, "parallel": {"sharded_data_parallel_degree": 1}},
         "cut over 4 ranks",
     ),
     "optimizer-options": case(
@@ -41,6 +42,11 @@ CASES = {
     ),
     "weight-decay": case(
         {"optimizer": {"name": "Rprop", "weight_decay": 0.2}}, {"optimizer": {"name": "Rprop"}}, "no weight decay"
+    ),
+    "schedule-free": case(
+        {"optimizer": {"name": "ScheduleFreeAdamW"}},
+        {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant"}},
+        "use schedule constant",
     ),
     "groups-keys": case(
         grouped(("embed_in", {})),
@@ -135,11 +141,11 @@ CASES = {
 
 MORE: list[tuple[str, dict[str, Any], World, ModelFacts]] = [
     ("groups-decay", grouped(("layers", DECAYED), name="Rprop", weight_decay=0), CPU4, NAMED),
-    ("optimizer-elementwise", {"optimizer": {"name": "tests.training.user_code:WholeTensors"}}, CPU4, FACTS),
+    ("optimizer-values", {"optimizer": {"name": "AdamWBf16", "options": {"betas": [0.9, 0.999]}}}, CPU4, FACTS),
     ("optimizer-options", {"optimizer": {"options": {"lr": 1.0}}}, CPU4, FACTS),
     (
         "optimizer-elementwise",
-        {"optimizer": {"name": "Adafactor"}, "parallel": {"shard_optimizer_state": True}},
+        {"optimizer": {"name": WHOLE}, "parallel": {"shard_optimizer_state": True}},
         CPU4,
         FACTS,
     ),

@@ -1,0 +1,1 @@
+"""Optimizers of this package: their tensors are slices of whole ones, and they know which."""
