@@ -10,21 +10,17 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.cluster import Cluster
 from benchmarks.cluster import obstacle as namespace_obstacle
+from tests.launch.named_hosts import ROOT, NamedHosts, kill, wait_until, write_program
 
-ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo", "sacct")
 PROGRAMS = ("munged", "slurmctld", "slurmd", *CLIENTS)
 LOGIN, PROCESSORS = "login", 4  # a node says that it has so many
-SECONDS = 300  # for what takes a few on a quiet machine
 
 
 def obstacle() -> str:
@@ -44,21 +40,21 @@ class SlurmCluster:
 
     Attributes:
         directory: files of the daemons, and of whoever uses the cluster.
-        spaces: the network namespaces; number 0 is the login node's.
+        hosts: the nodes; number 0 is the login node.
     """
 
     def __init__(self, directory: Path, nodes: int = 2) -> None:
         self.directory = directory
-        self.spaces = Cluster(nodes + 1, name=f"sl{os.getpid() % 1_000_000:x}")
-        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.names = [LOGIN, *(f"node{index}" for index in range(1, nodes + 1))]
+        self.hosts = NamedHosts(directory, self.names)
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def build(self) -> None:
         """Start the daemons and wait until all nodes are idle."""
-        for name in ("state", "munge", "logs", "bin", "clients"):
+        for name in ("state", "munge", "logs"):
             (self.directory / name).mkdir()
         self._write_files()
-        self.spaces.build()
+        self.hosts.build()
         self._start_munge()
         self.start_daemon(0, "slurmctld", "-D", "-c")
         for node in range(1, len(self.names)):
@@ -71,25 +67,23 @@ class SlurmCluster:
         return self.states() == {"idle"}
 
     def _write_files(self) -> None:
-        hosts = "".join(f"{self.spaces.address(index)} {name}\n" for index, name in enumerate(self.names))
-        (self.directory / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         (self.directory / "slurm.conf").write_text(self._configuration())
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        _write_program(self.directory / "bin" / "shardwise", f"exec {sys.executable} -m shardwise")
+        write_program(self.directory / "bin" / "shardwise", f"exec {sys.executable} -m shardwise")
         for client in CLIENTS:
-            words = shlex.join(self.inside(0, [client]))
+            words = shlex.join(self.hosts.inside(0, [client]))
             path = shlex.quote(self.variables()["PATH"])
-            _write_program(self.directory / "clients" / client, f"PATH={path} exec {words}")
+            write_program(self.directory / "clients" / client, f"PATH={path} exec {words}")
 
     def _configuration(self) -> str:
         nodes = "".join(
-            f"NodeName={name} NodeAddr={self.spaces.address(index)} CPUs={PROCESSORS} State=UNKNOWN\n"
+            f"NodeName={name} NodeAddr={self.hosts.spaces.address(index)} CPUs={PROCESSORS} State=UNKNOWN\n"
             for index, name in enumerate(self.names)
             if index
         )
         return f"""\
 ClusterName=tests
-SlurmctldHost={LOGIN}({self.spaces.address(0)})
+SlurmctldHost={LOGIN}({self.hosts.spaces.address(0)})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -133,13 +127,7 @@ SelectTypeParameters=CR_CPU
     def start_daemon(self, node: int, *words: str) -> None:
         """Start a daemon in a node's namespace, under the node's host name."""
         name = f"{words[0]}-{self.names[node]}"
-        self.daemons[name] = self._popen(self.inside(node, words), name)
-
-    def inside(self, node: int, words: Sequence[str]) -> list[str]:
-        """Return the words that run others on a node, where it has its host name and knows those of the others."""
-        become = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
-        own = ["bash", "-c", become, "bash", str(self.directory / "hosts"), self.names[node], *words]
-        return ["ip", "netns", "exec", self.spaces.namespace(node), "unshare", "--uts", *own]
+        self.daemons[name] = self._popen(self.hosts.inside(node, words), name)
 
     def _popen(self, words: Sequence[str], log: str) -> subprocess.Popen[bytes]:
         with (self.directory / "logs" / f"{log}.log").open("ab") as file:
@@ -162,7 +150,12 @@ SelectTypeParameters=CR_CPU
     def run(self, *words: str) -> str:
         """Run a command on the login node; return what it printed."""
         ended = subprocess.run(
-            self.inside(0, words), env=self.variables(), cwd=self.directory, capture_output=True, text=True, timeout=60
+            self.hosts.inside(0, words),
+            env=self.variables(),
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         return ended.stdout + ended.stderr
 
@@ -188,14 +181,9 @@ SelectTypeParameters=CR_CPU
 
     def lose_node(self, node: int) -> None:
         """Kill a node's daemon and all that it has started, as a power cut would."""
-        for process in self.processes(node):
-            os.kill(process, signal.SIGKILL)
+        for process in self.hosts.processes(node):
+            kill(process)
         self.daemons.pop(f"slurmd-{self.names[node]}").wait()
-
-    def processes(self, node: int) -> list[int]:
-        """Return the processes in a node's namespace."""
-        listed = subprocess.run(["ip", "netns", "pids", self.spaces.namespace(node)], capture_output=True, text=True)
-        return [int(number) for number in listed.stdout.split()]
 
     def daemon_logs(self) -> str:
         """Return the last lines of every daemon's log."""
@@ -204,30 +192,7 @@ SelectTypeParameters=CR_CPU
 
     def tear_down(self) -> None:
         """End everything that runs on the nodes, then the nodes."""
-        for node in range(len(self.names)):
-            for process in self.processes(node):
-                _kill(process)
         for daemon in self.daemons.values():
-            _kill(daemon.pid)
+            kill(daemon.pid)
             daemon.wait()
-        self.spaces.tear_down()
-
-
-def wait_until(holds: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
-    """Wait for what the cluster does by itself."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"after {SECONDS} s it is not so that {what}: {why()}"
-        time.sleep(0.2)
-
-
-def _write_program(path: Path, command: str) -> None:
-    path.write_text(f'#!/bin/sh\n{command} "$@"\n')
-    path.chmod(0o755)
-
-
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+        self.hosts.tear_down()

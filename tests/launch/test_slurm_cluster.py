@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors.exit_codes import MISTAKE, STOPPED
+from shardwise.errors.exit_codes import MISTAKE
 from shardwise.job.sources import load_job
 from shardwise.launch import jobs
 from shardwise.launch.launcher import launch
