@@ -150,7 +150,7 @@ def test_ssh_starts_hosts_in_order_and_stops_them_where_one_fails(
     out = tmp_path / "out"
     job = job_for("ssh", setup=None)
     assert launch(job, "ssh", out, submit=True).identifier == "shardwise on me@host1, me@host2"
-    logs = [tmp_path / host / "shardwise-jobs" / "shardwise" / "log.txt" for host in ("me@host1", "me@host2")]
+    logs = [tmp_path / f"me@host{place + 1}/shardwise-jobs/shardwise/log-{place}.txt" for place in range(2)]
     wait_until(lambda: all(log.exists() and log.read_text() for log in logs))
     assert [log.read_text() for log in logs] == ["0 of 2 at host1\n", "1 of 2 at host1\n"]
     assert jobs.job_logs(out) == "me@host1 | 0 of 2 at host1\nme@host2 | 1 of 2 at host1\n"

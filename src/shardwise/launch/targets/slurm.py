@@ -74,7 +74,8 @@ class SlurmTarget(LaunchTarget):
         """Return the state that squeue tells, or sacct once the job has ended."""
         number, cluster = _number(record)
         try:
-            state = run_client(["squeue", *cluster, "--noheader", "--jobs", number, "--format", "%T"]).strip()
+            words = ["squeue", *cluster, "--noheader", "--states=all", "--jobs", number, "--format", "%T"]
+            state = run_client(words).strip()
         except LaunchError:
             state = ""  # squeue forgets a job minutes after its end
         if not state:

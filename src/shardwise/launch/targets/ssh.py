@@ -1,7 +1,8 @@
 """`ssh`: hosts that are reached by ssh, one after the other, without a scheduler.
 
-Files go to the same directory of every host, below the home directory. Where a host cannot be reached those that were
-started are stopped again.
+Files go to the same directory of every host, below the home directory, which the hosts may share: a host's log and the
+number of its process carry its place among the hosts. Where a host cannot be reached those that were started are
+stopped again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, sc
 from shardwise.planner.constants.inventory import cluster
 from shardwise.planner.formulas.prediction import Cluster
 
-SCRIPT, LOG, PROCESS = "run.sh", "log.txt", "process.txt"
+SCRIPT = "run.sh"
 REMOTE = "shardwise-jobs"  # below the home directory
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]-]+")
@@ -123,8 +124,8 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
                     text = (record.directory / name).read_text(encoding="utf-8")
                     _remote(host, ["sh", "-c", f"cat > {place}/{name}"], text)
             for index, host in enumerate(hosts):
-                start = f"cd {place} && (setsid bash {SCRIPT} {index} > {LOG} 2>&1 < /dev/null & echo $! > {PROCESS})"
-                _remote(host, ["sh", "-c", start])
+                run = f"setsid bash {SCRIPT} {index} > {_log(index)} 2>&1 < /dev/null & echo $! > {_process(index)}"
+                _remote(host, ["sh", "-c", f"cd {place} && ({run})"])
         except LaunchError as error:
             _take_back(reached, place, error)
             raise
@@ -132,18 +133,31 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
 
     def status(self, record: LaunchRecord) -> str:
         """Return of every host whether its process runs."""
-        check = f"kill -0 $(cat {_directory(record)}/{PROCESS}) 2>/dev/null && echo running || echo ended"
-        return "  ".join(f"{host}: {_remote(host, ['sh', '-c', check]).strip()}" for host in record.details["hosts"])
+        states = []
+        for index, host in enumerate(record.details["hosts"]):
+            check = f"kill -0 $(cat {_directory(record)}/{_process(index)}) 2>/dev/null && echo running || echo ended"
+            states.append(f"{host}: {_remote(host, ['sh', '-c', check]).strip()}")
+        return "  ".join(states)
 
     def logs(self, record: LaunchRecord) -> str:
         """Return the logs, each line with its host."""
-        texts = ((host, _remote(host, ["cat", f"{_directory(record)}/{LOG}"])) for host in record.details["hosts"])
-        return "".join(f"{host} | {line}\n" for host, text in texts for line in text.splitlines())
+        lines = []
+        for index, host in enumerate(record.details["hosts"]):
+            text = _remote(host, ["cat", f"{_directory(record)}/{_log(index)}"])
+            lines += [f"{host} | {line}\n" for line in text.splitlines()]
+        return "".join(lines)
 
     def stop(self, record: LaunchRecord) -> None:
-        """Send SIGTERM to the first host's ranks, upon which all save their state."""
-        for host in record.details["hosts"]:
-            _remote(host, ["sh", "-c", f"kill -TERM $(cat {_directory(record)}/{PROCESS}) 2>/dev/null || true"])
+        """Send SIGTERM to every host's ranks, upon which all save their state; hosts that do not answer are last."""
+        silent = []
+        for index, host in enumerate(record.details["hosts"]):
+            stop = f"kill -TERM $(cat {_directory(record)}/{_process(index)}) 2>/dev/null || true"
+            try:
+                _remote(host, ["sh", "-c", stop])
+            except LaunchError as error:
+                silent.append(f"{host} ({error})")
+        if silent:
+            raise LaunchError(f"not stopped, since it does not answer: {', '.join(silent)}; the others were told to")
 
 
 def _address(host: str) -> str:
@@ -160,13 +174,24 @@ def _remote(host: str, words: list[str], given: str | None = None) -> str:
     return run_client([*SSH, host, shlex.join(words)], given)
 
 
+def _log(index: int) -> str:
+    return f"log-{index}.txt"
+
+
+def _process(index: int) -> str:
+    return f"process-{index}.txt"
+
+
 def _take_back(hosts: list[str], place: str, reason: LaunchError) -> None:
-    """Stop what was started and remove what was copied. Raises HalfSubmittedError where a host does not answer."""
-    files = " ".join((SCRIPT, JOB_FILE, LOG, PROCESS))
-    undo = f"cd {place} && {{ [ ! -e {PROCESS} ] || kill -TERM $(cat {PROCESS}); rm -f {files}; cd; rmdir {place}; }}"
-    for host in hosts:
+    """Stop what was started, then remove what was copied. Raises HalfSubmittedError where a host does not answer."""
+    files = f"{SCRIPT} {JOB_FILE} log-*.txt process-*.txt"
+    remove = f"[ ! -d {place} ] || {{ cd {place} && rm -f {files}; cd; rmdir {place}; }}"
+    stops = [
+        f"[ ! -e {place}/{name} ] || kill -TERM $(cat {place}/{name})" for name in map(_process, range(len(hosts)))
+    ]
+    for host, words in [*zip(hosts, stops, strict=True), *((host, remove) for host in hosts)]:
         try:
-            _remote(host, ["sh", "-c", f"[ ! -d {place} ] || {undo}"])
+            _remote(host, ["sh", "-c", words])
         except LaunchError as error:
             said = f"{reason}; on {host} something may be left of it, since it does not answer ({error}); look there"
             raise HalfSubmittedError(said) from None
