@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.collectives.rank_record import current_phase, mark_phase
@@ -72,6 +72,10 @@ class ObservedSession(Protocol):
     def optimizer(self) -> Any: ...
     @property
     def notes(self) -> Sequence[str]: ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model have the weights that are evaluated and exported inside: averages, where some are kept."""
+        ...
 
     def note(self, text: str, record: Record | None = None) -> None:
         """Say a sentence to the user, and keep `record`, which is no step's, if there is one."""

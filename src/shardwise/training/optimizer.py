@@ -60,6 +60,7 @@ class ShardedOptimizer:
         for entry, local in self.locals:
             share_attributes(entry.parameter, local)  # an optimizer of the user's own may read them
         self.gradient_bytes = 0  # of the last step
+        self._is_averaged = False  # the parameters are what is evaluated
         self.average = average_of(settings.name, settings.options)
         self._name = settings.name
         self._learning_rate = settings.learning_rate
@@ -112,6 +113,9 @@ class ShardedOptimizer:
 
         A save that is under way has to be settled first.
         """
+        if self._is_averaged:
+            yield
+            return
         states = self.inner.state
         kept = [local for _, local in self.locals if self.average and self.average.key in states.get(local, {})]
         before = [(local, local.detach().clone()) for local in kept]
@@ -119,9 +123,11 @@ class ShardedOptimizer:
             for local in kept:
                 assert self.average is not None
                 local.copy_(averaged_weight(local, states[local][self.average.key], self.average.factor))
+        self._is_averaged = True
         try:
             yield
         finally:
+            self._is_averaged = False
             with torch.no_grad():
                 for local, value in before:
                     local.copy_(value)

@@ -56,9 +56,10 @@ class ModelExport(Callback):
             self._export(session)
 
     def _export(self, session: ObservedSession) -> None:
-        """Write the model, and beside it the one of the averaged weights if there is one."""
+        """Write the model as it is evaluated, and beside it the one of the averaged weights if there is one."""
         self._is_written = True
-        self._write(session, ADAPTER_DIRECTORY, MODEL_DIRECTORY)
+        with session.averaged():
+            self._write(session, ADAPTER_DIRECTORY, MODEL_DIRECTORY)
         if session.model.ema is not None:
             with session.model.ema_in_place():
                 self._write(session, EMA_ADAPTER_DIRECTORY, EMA_MODEL_DIRECTORY)
