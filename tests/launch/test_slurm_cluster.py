@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,7 @@ def test_a_job_goes_on_where_a_dead_node_left_it(login: SlurmCluster) -> None:
     login.lose_node(2)
     login.wait_for(number, JobState="PENDING", Restarts="1")
     login.start_node(2)
+    wait_until(lambda: login.states() == {"idle"}, "the node is back")  # else Slurm ends the new try with the old one
     login.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     login.wait_for(number, JobState="COMPLETED", Restarts="1")
     assert "resumed" in jobs.job_logs(directory)
@@ -121,18 +123,23 @@ def test_a_job_goes_on_where_a_dead_node_left_it(login: SlurmCluster) -> None:
 
 
 def test_a_signal_ahead_of_the_limit_saves_and_requeues_and_stop_saves_again(login: SlurmCluster) -> None:
-    settings = {"time_limit": "2m", "stop_seconds": 60}
-    directory, number = submit(
-        login, "limited", 1, training={"steps": 1_000_000}, parallel={"max_restarts": 1}, launch=settings
-    )
+    endless = {"steps": 1_000_000}
+    limit = {"time_limit": "5h", "stop_seconds": 60}
+    directory, number = submit(login, "limited", 1, training=endless, parallel={"max_restarts": 1}, launch=limit)
+    wait_until(lambda: "step 3/" in jobs.job_logs(directory), "it trains", lambda: jobs.job_logs(directory))
+    assert jobs.job_status(directory) == "RUNNING"
+    minutes = login.job(number)["RunTime"].split(":")[1]
+    login.run("scontrol", "update", f"JobId={number}", f"TimeLimit={int(minutes) + 2}")
     login.wait_for(number, JobState="PENDING", Restarts="1")
-    assert "SIGUSR1 received by rank" in jobs.job_logs(directory)
-    login.run("scontrol", "update", f"JobId={number}", "StartTime=now")
-    wait_until(lambda: "resumed" in jobs.job_logs(directory), "it goes on", lambda: jobs.job_logs(directory))
+    saved = re.search(r"stopped after step (\d+): SIGUSR1 received by rank", jobs.job_logs(directory))
+    assert saved, jobs.job_logs(directory)
+    login.run("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=300")
+    following = f"step {int(saved[1]) + 1}/"
+    wait_until(lambda: following in jobs.job_logs(directory), "it goes on", lambda: jobs.job_logs(directory))
     jobs.stop_job(directory)
     login.wait_for(number, JobState="CANCELLED")
-    wait_until(lambda: login.states() == {"idle"}, "its nodes are free")
-    print(jobs.job_logs(directory)[-3000:])
+    wait_until(lambda: login.states() == {"idle"}, "its nodes are free", lambda: jobs.job_logs(directory))
+    assert "SIGTERM received by rank" in jobs.job_logs(directory), jobs.job_logs(directory)
 
 
 def test_a_mistake_is_not_tried_again(login: SlurmCluster) -> None:

@@ -183,7 +183,7 @@ def run_script(clients: FakeClients, tmp_path: Path, step: str, restarts: str = 
 
 @pytest.mark.parametrize(
     "code, restarts, is_requeued",
-    [(0, "0", False), (2, "0", False), (200, "0", True), (143, "2", True), (137, "3", False)],
+    [(0, "0", False), (2, "0", False), (138, "0", True), (200, "0", True), (143, "2", True), (137, "3", False)],
 )
 def test_a_batch_script_requeues_what_may_do_better(
     clients: FakeClients, tmp_path: Path, code: int, restarts: str, is_requeued: bool
