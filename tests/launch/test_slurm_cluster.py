@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwise.commands.cli import main
 from shardwise.errors.exit_codes import MISTAKE
 from shardwise.job.sources import load_job
 from shardwise.launch import jobs
 from shardwise.launch.launcher import launch
-from tests.launch.slurm_cluster import SlurmCluster, obstacle, wait_until
+from shardwise.launch.record import read_record
+from tests.launch.named_hosts import ROOT, wait_until
+from tests.launch.slurm_cluster import SlurmCluster, obstacle
+from tests.launch.targets.jobs_for_launch import launch_of_tutorial
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +49,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield made
     finally:
         made.tear_down()
-    assert made.spaces.name not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
 
 
 @pytest.fixture
@@ -148,3 +150,12 @@ def test_a_mistake_is_not_tried_again(login: SlurmCluster) -> None:
     said = login.wait_for(number, JobState="FAILED")
     assert (said["ExitCode"], said["Restarts"]) == (f"{MISTAKE}:0", "0")
     assert "nowhere.txt" in jobs.job_logs(directory) and jobs.job_status(directory) == "FAILED"
+
+
+def test_the_tutorial_s_job_ends_on_slurm(login: SlurmCluster) -> None:
+    (login.directory / "src").symlink_to(ROOT / "src")
+    assert main(launch_of_tutorial("slurm", login.directory)) == 0
+    directory = login.directory / "job-slurm"
+    login.wait_for(read_record(directory).identifier, JobState="COMPLETED")
+    assert "step 40/40  validation loss" in jobs.job_logs(directory)
+    assert (login.directory / "runs" / "mine" / "model" / "config.json").exists()
