@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import make_dataclass
 from enum import StrEnum
@@ -14,13 +16,15 @@ import torch
 from pydantic import create_model
 from torch import nn
 
-from shardwise.errors import KernelError, LegalityError
+from shardwise.errors import ConfigError, KernelError, LegalityError
 from shardwise.job import attention_kernels, axes, schema
 from shardwise.job.attention_kernels import AttentionKernel
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
+from shardwise.job.sources import load_job
 from shardwise.kernels import attention as attention_functions
 from shardwise.kernels.attention import dispatch
+from shardwise.launch import jobs, launcher
 from shardwise.model import attention_choice
 from shardwise.model.attention_choice import AttentionNeeds
 from shardwise.observe.callback import HOOKS
@@ -35,6 +39,8 @@ from shardwise.training.objectives import choose
 from shardwise.training.session import Session
 from shardwise.training.trainer import train_rank
 from tests.job.axis_tables import axis_tables
+from tests.launch.targets.conftest import FakeClients
+from tests.launch.targets.jobs_for_launch import JOB
 from tests.pages import DOCS, block_with, load_block
 from tests.parallel.test_apply import parallelized
 from tests.parity.jobs import make_job
@@ -220,3 +226,27 @@ def test_an_optimizer_and_a_schedule_of_ones_own_train_alike_on_two_ranks(world_
     assert len(set(alone)) == 3
     for losses in world_pool.run(2, losses_of_optimizer, job):
         assert losses == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_target_is_one_file_and_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_block(PAGE, "PbsTarget").PbsTarget()
+    monkeypatch.setitem(launcher.BY_NAME, "pbs", target)  # type: ignore[arg-type]
+    clients = FakeClients(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{clients.directory}:/bin:/usr/bin")
+    clients.add("qsub", "echo 7.server")
+    clients.add("qstat", "echo 'Job id Name User Time Use S Queue'; echo '7.server llama me 0 R gpu'")
+    clients.add("qdel")
+    clients.add("shardwise", 'echo "$PET_NODE_RANK of $PET_NNODES x $PET_NPROC_PER_NODE at $PET_MASTER_ADDR"')
+    job, out = load_job({**JOB, "launch": {"cluster": "h100:16", "queue": "gpu"}}, environ={}), tmp_path / "out"
+    assert launcher.launch(job, "pbs", out, submit=True, default_name="llama").identifier == "7.server"
+    assert jobs.job_status(out) == "R" and jobs.job_logs(out) == "" and jobs.stop_job(out) == "stopped 7.server"
+    script = (out / "job.pbs").read_text()
+    assert "#PBS -l select=2:mpiprocs=1:ngpus=8\n" in script and "#PBS -q gpu\n" in script
+    assert clients.calls() == [f"qsub {out}/job.pbs", "qstat -x 7.server", "qdel 7.server"]
+    started = {**os.environ, "PBS_NODENUM": "1"}
+    said = subprocess.run(
+        ["bash", str(out / "node.sh"), "host1"], env=started, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "1 of 2 x 8 at host1\n"
+    with pytest.raises(ConfigError, match=r"launch\.image='x' does nothing on pbs"):
+        launcher.launch(job.model_copy(update={"launch": job.launch.model_validate({"image": "x"})}), "pbs", out)

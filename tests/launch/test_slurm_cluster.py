@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwise.commands.cli import main
 from shardwise.errors.exit_codes import MISTAKE
 from shardwise.job.sources import load_job
 from shardwise.launch import jobs
 from shardwise.launch.launcher import launch
-from tests.launch.slurm_cluster import SlurmCluster, obstacle, wait_until
+from shardwise.launch.record import read_record
+from tests.launch.named_hosts import ROOT, wait_until
+from tests.launch.slurm_cluster import SlurmCluster, obstacle
+from tests.launch.targets.jobs_for_launch import launch_of_tutorial
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,7 +49,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield made
     finally:
         made.tear_down()
-    assert made.spaces.name not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
 
 
 @pytest.fixture
@@ -114,6 +117,7 @@ def test_a_job_goes_on_where_a_dead_node_left_it(login: SlurmCluster) -> None:
     login.lose_node(2)
     login.wait_for(number, JobState="PENDING", Restarts="1")
     login.start_node(2)
+    wait_until(lambda: login.states() == {"idle"}, "the node is back")  # else Slurm ends the new try with the old one
     login.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     login.wait_for(number, JobState="COMPLETED", Restarts="1")
     assert "resumed" in jobs.job_logs(directory)
@@ -121,18 +125,23 @@ def test_a_job_goes_on_where_a_dead_node_left_it(login: SlurmCluster) -> None:
 
 
 def test_a_signal_ahead_of_the_limit_saves_and_requeues_and_stop_saves_again(login: SlurmCluster) -> None:
-    settings = {"time_limit": "2m", "stop_seconds": 60}
-    directory, number = submit(
-        login, "limited", 1, training={"steps": 1_000_000}, parallel={"max_restarts": 1}, launch=settings
-    )
+    endless = {"steps": 1_000_000}
+    limit = {"time_limit": "5h", "stop_seconds": 60}
+    directory, number = submit(login, "limited", 1, training=endless, parallel={"max_restarts": 1}, launch=limit)
+    wait_until(lambda: "step 3/" in jobs.job_logs(directory), "it trains", lambda: jobs.job_logs(directory))
+    assert jobs.job_status(directory) == "RUNNING"
+    minutes = login.job(number)["RunTime"].split(":")[1]
+    login.run("scontrol", "update", f"JobId={number}", f"TimeLimit={int(minutes) + 2}")
     login.wait_for(number, JobState="PENDING", Restarts="1")
-    assert "SIGUSR1 received by rank" in jobs.job_logs(directory)
-    login.run("scontrol", "update", f"JobId={number}", "StartTime=now")
-    wait_until(lambda: "resumed" in jobs.job_logs(directory), "it goes on", lambda: jobs.job_logs(directory))
+    saved = re.search(r"stopped after step (\d+): SIGUSR1 received by rank", jobs.job_logs(directory))
+    assert saved, jobs.job_logs(directory)
+    login.run("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=300")
+    following = f"step {int(saved[1]) + 1}/"
+    wait_until(lambda: following in jobs.job_logs(directory), "it goes on", lambda: jobs.job_logs(directory))
     jobs.stop_job(directory)
     login.wait_for(number, JobState="CANCELLED")
-    wait_until(lambda: login.states() == {"idle"}, "its nodes are free")
-    print(jobs.job_logs(directory)[-3000:])
+    wait_until(lambda: login.states() == {"idle"}, "its nodes are free", lambda: jobs.job_logs(directory))
+    assert "SIGTERM received by rank" in jobs.job_logs(directory), jobs.job_logs(directory)
 
 
 def test_a_mistake_is_not_tried_again(login: SlurmCluster) -> None:
@@ -141,3 +150,12 @@ def test_a_mistake_is_not_tried_again(login: SlurmCluster) -> None:
     said = login.wait_for(number, JobState="FAILED")
     assert (said["ExitCode"], said["Restarts"]) == (f"{MISTAKE}:0", "0")
     assert "nowhere.txt" in jobs.job_logs(directory) and jobs.job_status(directory) == "FAILED"
+
+
+def test_the_tutorial_s_job_ends_on_slurm(login: SlurmCluster) -> None:
+    (login.directory / "src").symlink_to(ROOT / "src")
+    assert main(launch_of_tutorial("slurm", login.directory)) == 0
+    directory = login.directory / "job-slurm"
+    login.wait_for(read_record(directory).identifier, JobState="COMPLETED")
+    assert "step 40/40  validation loss" in jobs.job_logs(directory)
+    assert (login.directory / "runs" / "mine" / "model" / "config.json").exists()

@@ -1,4 +1,4 @@
-"""`shardwise launch --to ssh --submit` and `shardwise jobs` through OpenSSH: hosts with an sshd each, keys of their own.
+"""`shardwise launch --to ssh --submit` and `shardwise jobs` through OpenSSH: an sshd on each host, keys of their own.
 
 The hosts share a home directory, as those of a cluster do. Needs root and Debian's packages openssh-server and -client.
 """

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from shardwise.job.schema import Job
 from shardwise.job.sources import load_job
 from shardwise.launch.launch_plan import LaunchPlan
 from shardwise.launch.launcher import find_target, plan_for_target
+from tests.pages import DOCS
+from tools.page_commands import PageFile, ShownCommand, read_page
 
 GOLDEN = Path(__file__).parent / "golden"
 PLACE = Path("/shared/launches/llama")  # where the files of the golden launches would lie
@@ -98,6 +101,16 @@ def files_of(case: str) -> dict[str, str]:
     table = "".join(f"{key} | {value} | {rule}\n" for key, value, rule in plan.derived)
     notes = "".join(f"note: {note}\n" for note in plan.notes)
     return {**find_target(CASES[case][0]).files(plan, PLACE), "derived.txt": table + notes}
+
+
+def launch_of_tutorial(target: str, directory: Path) -> list[str]:
+    """Write the job of docs/tutorial.md into a directory; return the words with which the page launches it."""
+    parts = read_page((DOCS / "tutorial.md").read_text(encoding="utf-8"))
+    (job,) = [part for part in parts if isinstance(part, PageFile) and part.name == "job.yaml"]
+    (directory / "job.yaml").write_text(job.text)
+    commands = [shlex.split(part.text) for part in parts if isinstance(part, ShownCommand)]
+    (words,) = [words for words in commands if words[1:5] == ["launch", "job.yaml", "--to", target]]
+    return [*words[1:], "--submit"]
 
 
 def write_golden() -> None:

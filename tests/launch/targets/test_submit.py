@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardwise.commands.cli import main
 from shardwise.errors import LaunchError, OutputError
 from shardwise.launch import jobs
 from shardwise.launch.client import HalfSubmittedError
@@ -23,7 +24,7 @@ from shardwise.launch.launcher import launch, submit_record
 from shardwise.launch.record import LaunchRecord, read_record
 from shardwise.launch.targets.local import SCRIPT, LocalTarget
 from tests.launch.targets.conftest import FakeClients
-from tests.launch.targets.jobs_for_launch import job_for
+from tests.launch.targets.jobs_for_launch import job_for, launch_of_tutorial
 from tests.sagemaker.made_service import MadeSession, ServiceRefusal
 
 CONDITIONS = {
@@ -183,7 +184,7 @@ def run_script(clients: FakeClients, tmp_path: Path, step: str, restarts: str = 
 
 @pytest.mark.parametrize(
     "code, restarts, is_requeued",
-    [(0, "0", False), (2, "0", False), (200, "0", True), (143, "2", True), (137, "3", False)],
+    [(0, "0", False), (2, "0", False), (138, "0", True), (200, "0", True), (143, "2", True), (137, "3", False)],
 )
 def test_a_batch_script_requeues_what_may_do_better(
     clients: FakeClients, tmp_path: Path, code: int, restarts: str, is_requeued: bool
@@ -315,6 +316,27 @@ def test_sagemaker_gets_the_job_file_and_the_request(tmp_path: Path, monkeypatch
         assert jobs.job_status(out)
         with pytest.raises(LaunchError, match="has a training job llama already"):
             launch(job, "sagemaker", tmp_path / "second", submit=True, default_name="llama")
+
+
+@pytest.mark.slow
+def test_the_tutorial_s_job_is_a_request_to_sagemaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    from moto import mock_aws
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.chdir(tmp_path)
+    words = launch_of_tutorial("sagemaker", tmp_path)
+    with mock_aws():
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="bucket")
+        assert main(words) == 0
+        request = json.loads((tmp_path / "job-sagemaker" / "request.json").read_text())
+        described = boto3.client("sagemaker", region_name="us-east-1").describe_training_job(TrainingJobName="job")
+        assert described["ResourceConfig"]["InstanceCount"] == 2
+        assert described["AlgorithmSpecification"]["TrainingImage"] == "registry/shardwise"
+        assert described["InputDataConfig"] == request["InputDataConfig"]
+        assert jobs.job_status(tmp_path / "job-sagemaker")
 
 
 @pytest.mark.slow

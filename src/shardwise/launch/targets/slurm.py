@@ -21,6 +21,7 @@ from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, sc
 
 SCRIPT = "job.sbatch"
 KILLED = 137  # a rank that the kernel killed, for want of memory say
+TOO_EARLY = 138  # a rank that got USR1 before it took signals: there was nothing to save
 RANKS = "PET_NPROC_PER_NODE"
 
 
@@ -52,7 +53,7 @@ class SlurmTarget(LaunchTarget):
         if plan.time_limit is not None:
             yield DerivedValue("--time", _clock(plan.time_limit), f"launch.time_limit {settings.time_limit}")
             yield DerivedValue("--signal", f"B:USR1@{settings.stop_seconds}", "launch.stop_seconds before the limit")
-        codes = ", ".join(str(code) for code in (KILLED, *RESTARTED))
+        codes = ", ".join(str(code) for code in (KILLED, TOO_EARLY, *RESTARTED))
         rule = f"parallel.max_restarts; after codes {codes} and a dead node"
         yield DerivedValue("requeue", f"{plan.max_restarts} times" if plan.max_restarts else "never", rule)
         if settings.image is not None:
@@ -101,7 +102,7 @@ def batch_script(plan: LaunchPlan, directory: Path) -> str:
     # Hosts agree on how they fail; a step that Slurm killed for one host's code would have another code.
     flags = ["--kill-on-bad-exit=0", *_container_flags(plan, directory)]
     words = [*flags, "shardwise", "train", str(directory / JOB_FILE)]
-    codes = " ".join(str(code) for code in (KILLED, *RESTARTED))
+    codes = " ".join(str(code) for code in (KILLED, TOO_EARLY, *RESTARTED))
     setup = "".join(f"{line}\n" for line in plan.settings.setup)
     port = f"export MASTER_PORT={plan.settings.port}\n" if plan.settings.port else ""
     return f"""#!/usr/bin/env bash

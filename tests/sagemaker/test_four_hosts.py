@@ -1,0 +1,105 @@
+"""Four containers of a training job, each a host of its own with `/opt/ml` laid out, started as the service does it.
+
+Network namespaces stand for the containers' network; `/opt` of each is bound to a directory. Needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cluster import obstacle
+from shardwise.errors.exit_codes import FAULT, MISTAKE
+from shardwise.observe.log_patterns import METRIC_PATTERNS
+from tests.launch.named_hosts import ROOT, NamedHosts
+from tests.sagemaker.layouts import lay_out
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "there can be hosts"),
+    pytest.mark.timeout(1200),
+]
+NAMES = ("algo-2", "algo-10", "algo-1", "algo-3")  # in the service's order, which is any
+SHARED = "/opt/ml/input/data/shared"  # a channel that is a file system of all hosts
+ROWS = "all work and no play makes jack a dull boy\n" * 300
+JOB = f"""
+model: {{config: {{model_type: gpt2, n_layer: 2, n_embd: 16, n_head: 2, n_positions: 32}}}}
+training: {{steps: 4, sequences_per_step: 8, evaluate_batches: 1}}
+data: {{path: /opt/ml/input/data/train, sequence_length: 16, vocabulary_size: 300}}
+observe: {{tensorboard: false, sample: false}}
+checkpoint: {{every: 2, directory: {SHARED}/checkpoints}}
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[NamedHosts]:
+    """Four hosts whose containers are laid out."""
+    made = NamedHosts(tmp_path, NAMES)
+    (tmp_path / "shared").mkdir()
+    for name in NAMES:
+        base = container(tmp_path, name)
+        one_rank = {"sagemaker_mpi_num_of_processes_per_host": 1}
+        lay_out(base, one_rank, ("job", "train", "shared"), hosts=list(NAMES), current_host=name)
+        (base / "input" / "data" / "job" / "job.yaml").write_text(JOB)
+        (base / "input" / "data" / "train" / "rows.txt").write_text(
+            "all work and no play makes jack a dull boy\n" * 300
+        )
+        for place in ("model", "output/data"):
+            (base / place).mkdir(parents=True)
+    try:
+        made.build()
+        yield made
+    finally:
+        made.tear_down()
+
+
+def container(directory: Path, name: str) -> Path:
+    """Return what is `/opt/ml` on a host."""
+    return directory / name / "ml"
+
+
+def run(hosts: NamedHosts) -> dict[str, tuple[int, str]]:
+    """Start every container's `shardwise train`; return exit code and output by host."""
+    directory, started = hosts.directory, {}
+    own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for host, name in enumerate(NAMES):
+        binds = {"/opt": directory / name, SHARED: directory / "shared"}
+        words = hosts.inside(host, [sys.executable, "-m", "shardwise", "train"], binds)
+        variables = os.environ | own | {"XDG_CACHE_HOME": str(directory / f"cache-{name}"), "TRAINING_JOB_NAME": "four"}
+        started[name] = subprocess.Popen(
+            words, env=variables, cwd=directory / name, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    printed = {name: process.communicate(timeout=900)[0] for name, process in started.items()}
+    return {name: (process.returncode, printed[name]) for name, process in started.items()}
+
+
+def test_four_containers_train_and_leave_what_the_service_takes(hosts: NamedHosts, tmp_path: Path) -> None:
+    ended = run(hosts)
+    assert [code for code, _ in ended.values()] == [0] * 4, ended
+    first = ended["algo-1"][1]  # as words are sorted, its rank is 0
+    assert "4 cpu ranks" in first and not any("step 4/4" in ended[name][1] for name in NAMES if name != "algo-1")
+    for metric in ("train:loss", "validation:loss", "train:tokens_per_second"):
+        values = re.findall(METRIC_PATTERNS[metric], first)
+        assert values and all(float(value) > 0 for value in values), metric
+    kept = {name: sorted(path.name for path in (container(tmp_path, name) / "model").iterdir()) for name in NAMES}
+    assert "config.json" in kept.pop("algo-1") and not any(kept.values())
+    assert (tmp_path / "shared" / "checkpoints" / "step-00000004").is_dir()
+    assert not any((container(tmp_path, name) / "output" / "failure").exists() for name in NAMES)
+    records = (container(tmp_path, "algo-1") / "output" / "data" / "metrics.jsonl").read_text().splitlines()
+    assert [record["step"] for record in map(json.loads, records) if "loss" in record] == [1, 2, 3, 4]
+
+
+def test_the_failure_of_one_container_is_told_by_all(hosts: NamedHosts, tmp_path: Path) -> None:
+    (container(tmp_path, "algo-3") / "input" / "data" / "train" / "rows.txt").unlink()
+    ended = run(hosts)
+    assert all(code in (MISTAKE, FAULT) for code, _ in ended.values()), ended
+    for name in NAMES:
+        told = (container(tmp_path, name) / "output" / "failure").read_text()
+        assert "/opt/ml/input/data/train" in told, (name, told)
