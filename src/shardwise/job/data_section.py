@@ -19,7 +19,8 @@ SourceFormat = Literal[
 ]
 ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
 Weight = Annotated[float, Field(ge=0, strict=True)]
-Condition = str | int | float | bool | list[str | int | float | bool] | dict[Literal["min", "max"], float]
+Plain = str | int | float | bool
+Filter = OwnObject | dict[str, Plain | list[Plain] | dict[Literal["min", "max"], float]] | None
 
 
 class DataSource(Section):
@@ -33,12 +34,7 @@ class DataSource(Section):
     path: UserPath | None = Field(default=None, description="As `data.path`.")
     format: SourceFormat = Field(default="auto", description="As `data.format`. All sources hold documents, or rows.")
     field: str = Field(default="text", description="Column that holds the text.")
-    filter: OwnObject | dict[str, Condition] | None = Field(
-        default=None,
-        description="Rows that are read: `package.module:function` of your own, which is called with each row as a "
-        "dict and returns true or false; or column -> its value, a list of values, or `{min: 0.5, max: 3}`, all of "
-        "which have to hold.",
-    )
+    filter: Filter = Field(default=None, description="As `data.filter`.")
     weight: Weight | None = Field(
         default=None,
         description="Its share of the samples, relative to the weights of the others; it is read as often as needed.",
@@ -60,13 +56,15 @@ class DataSource(Section):
 class CurriculumStage(Section):
     """The weights of sources from some sample of the run on."""
 
-    samples: Positive | None = Field(default=None, strict=True, description="The first sample that has these weights, from 0.")
+    samples: Positive | None = Field(
+        default=None, strict=True, description="The first sample that has these weights, from 0."
+    )
     tokens: Positive | None = Field(
         default=None,
         strict=True,
         description="The same in tokens, `data.sequence_length` for each sample; rounded up to whole samples.",
     )
-    weights: Annotated[dict[SetName, Weight], Field(min_length=1)] = Field(
+    weights: dict[SetName, Weight] = Field(
         description="Name of a source -> its `weight` from there on. Sources that are not named keep theirs."
     )
 
@@ -92,6 +90,12 @@ class DataSection(Section):
     )
     factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
     field: str = Field(default="text", description="Column that holds the text.")
+    filter: Filter = Field(
+        default=None,
+        description="Rows that are read, if not all: `package.module:function` of your own, which is called with each "
+        "row as a dict and returns true or false; or column -> its value, a list of values, or `{min: 0.5, max: 3}`, "
+        "all of which have to hold.",
+    )
     sources: list[DataSource] = Field(
         default=[],
         description="Several corpora that are trained on together, in the place of `path`. Which of them a sample is "
