@@ -22,7 +22,7 @@ from shardwise.words import listed
 FILE = "manifest.json"
 OWNER = "owner"  # a file beside the checkpoints: the run that writes here
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-VERSION = 3  # 2 lacks what `evaluation.metric` has come to, 1 `adapter` too; the lowest that says all is written
+VERSION = 4  # 3 lacks the sources of a mixture, 2 what `evaluation.metric` has come to, 1 `adapter` too
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
 OLDER = "; use an older checkpoint"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -122,10 +122,14 @@ def _overlap(slices: list[Slice]) -> bool:
 
 
 class Progress(_Part):
-    """The progress of a run. `samples` is the whole state of the data; `data_hash` is that of the samples so far."""
+    """The progress of a run. `samples` is the state of the data, and `sources` are those of a mixture by name.
+
+    `data_hash` is that of the samples so far.
+    """
 
     step: Size = 0
     samples: Size = 0
+    sources: dict[str, Size] = {}
     tokens: Size = 0
     skipped: Size = 0
     skipped_in_a_row: Size = 0
@@ -166,6 +170,13 @@ class AdapterRecord(_Part):
     base: str = ""
     base_hash: str = ""
     packed: dict[str, str] = {}
+
+
+def written_version(progress: Progress, adapter: AdapterRecord | None) -> int:
+    """Return the lowest version that says all of a checkpoint."""
+    if progress.sources:
+        return VERSION
+    return 3 if progress.judged_by else 1 if adapter is None else 2
 
 
 class Manifest(_Part):
@@ -225,7 +236,9 @@ class Manifest(_Part):
         return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
     def to_json(self) -> bytes:
-        left_out: dict[str, Any] = {} if self.progress.judged_by else {"progress": JUDGEMENT}  # as version 2 is written
+        of_progress = set() if self.progress.sources else {"sources"}  # as version 3 is written
+        of_progress |= set() if self.progress.judged_by else JUDGEMENT  # as version 2
+        left_out: dict[str, Any] = {"progress": of_progress} if of_progress else {}
         left_out |= {"adapter": True} if self.adapter is None else {}  # as version 1
         return seal(self.model_dump_json(indent=None, exclude=left_out).encode())
 

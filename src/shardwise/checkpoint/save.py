@@ -28,13 +28,13 @@ from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import Retention, checkpoint_name
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
-    VERSION,
     AdapterRecord,
     FileRecord,
     Manifest,
     Progress,
     Scaler,
     TensorRecord,
+    written_version,
 )
 from shardwise.checkpoint.staging import Source, Staging, Straight
 from shardwise.checkpoint.state import Optimizer, leaves_out_base, snapshot
@@ -200,7 +200,7 @@ class Checkpointer:
                 optimizer_scalars=scalars,
                 tensors=tensors,
                 ties=ties,
-                version=VERSION if progress.judged_by else 1 if adapter is None else 2,
+                version=written_version(progress, adapter),
                 adapter=adapter,
                 files=files,
                 job=plan.job.model_dump(mode="json"),

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd, lcm
 
 BLOCK = 1000
@@ -179,7 +179,7 @@ class Assignment:
 
     def __init__(self, stretches: Sequence[Stretch], epoch: Sequence[int] = ()) -> None:
         self.stretches, self.epoch = tuple(stretches), tuple(epoch)
-        lengths = [after.start - stretch.start for stretch, after in zip(stretches, stretches[1:], strict=False)]
+        lengths = [after.start - stretch.start for stretch, after in pairwise(stretches)]
         of_each = [stretch.shares.counts(length) for stretch, length in zip(stretches, lengths, strict=False)]
         zero = [0] * stretches[0].shares.sources
         self._before = list(accumulate(of_each, _sums, initial=zero))
