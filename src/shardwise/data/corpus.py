@@ -60,8 +60,8 @@ class Corpus:
         column = "" if self.container == "text" else f" in its column {self.column!r} (data.field)"
         kept = "" if self.filter is None else f" of those that data.filter={self.filter.wanted!r} keeps"
         return (
-            f"data.path={self.path!r} is empty: no document{kept} has any {unit}{column} ({self.describe()}); give a path "
-            "with text, or leave data.path out for the standard library's sources"
+            f"data.path={self.path!r} is empty: no document{kept} has any {unit}{column} ({self.describe()}); give a "
+            "path with text, or leave data.path out for the standard library's sources"
         )
 
     def texts(self) -> Iterator[tuple[str, bool]]:

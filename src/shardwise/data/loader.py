@@ -1,11 +1,11 @@
 """The batches of one rank: which samples of which step, as a pure function of the step.
 
 Exact definition. G = sequences_per_step. Step k consumes the samples (counters) c = k*G … k*G + G - 1; sample c is
-index `order(seed, c, len(split))` of the training split, and of a mixture sample c itself. Microbatch m of data rank d holds the rows
-i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of the step; a row i >= G is padding: it repeats row i % G
-and counts nowhere. A run of E epochs has E * len(split) samples: its last step holds R <= G of them, and there rows
-from R on are padding. Evaluation is the same without shuffling: global batch b holds samples b*G … of the split, those
-beyond its end are padding, and the counter of sample s is EVALUATION + s.
+index `order(seed, c, len(split))` of the training split, and of a mixture its own sample c. Microbatch m of data rank d
+holds the rows i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of the step; a row i >= G is padding: it
+repeats row i % G and counts nowhere. A run of E epochs has E * len(split) samples: its last step holds R <= G of them,
+and there rows from R on are padding. Evaluation is the same without shuffling: global batch b holds samples b*G … of
+the split, those beyond its end are padding, and the counter of sample s is EVALUATION + s.
 """
 
 from __future__ import annotations

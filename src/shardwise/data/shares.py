@@ -41,9 +41,9 @@ def fair_sets(rates: Sequence[int], period: int, picks: int) -> Iterator[tuple[i
 
     def urgency(task: int) -> tuple[int, bool, int, int]:
         rate, number = rates[task], done[task] + 1
-        deadline, rest = -(-number * period // rate), period - rate
+        deadline, rest = ceiling(number * period, rate), period - rate
         overlaps = bool(number * period % rate)
-        group = -(-(-(-deadline * rest // period)) * period // rest) if overlaps and 2 * rate >= period else 0
+        group = ceiling(ceiling(deadline * rest, period) * period, rest) if overlaps and 2 * rate >= period else 0
         return deadline, not overlaps, -group, task
 
     for slot in range(period):
@@ -52,6 +52,11 @@ def fair_sets(rates: Sequence[int], period: int, picks: int) -> Iterator[tuple[i
         for task in chosen:
             done[task] += 1
         yield tuple(chosen)
+
+
+def ceiling(number: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-number // divisor)
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 class _Prepared:
     name: str
     source: DataSource
-    corpus: Corpus
+    job: Job  # that would read it alone
     data: TokenData
 
     @property
@@ -62,7 +62,7 @@ def prepare_sources(
     for source, corpus in zip(ordered, corpora, strict=True):
         data = data_of_source(job.data, source).model_copy(update=tokenizer | {"format": corpus.format})
         own = job.model_copy(update={"data": data})
-        prepared.append(_Prepared(source.label, source, corpus, _within(source, lambda one=own: read(one))))
+        prepared.append(_Prepared(source.label, source, own, _within(source, lambda one=own: read(one))))
     return _joined(job, prepared)
 
 
@@ -132,7 +132,7 @@ def _joined(job: Job, prepared: Sequence[_Prepared]) -> TokenData:
         content=digest(*((part.name, part.data.content) for part in prepared)),
         row_counts=first.row_counts,
         sets={part.name: part.held_out for part in prepared},
-        sources=tuple(SourceFacts(part.name, part.data, _measures(job, part.source)) for part in prepared),
+        sources=tuple(SourceFacts(part.name, part.job, part.data, _measures(job, part.source)) for part in prepared),
     )
 
 

@@ -11,6 +11,7 @@ from shardwise.data.factory import Samples
 from shardwise.data.mixture import Mixture
 from shardwise.data.packed_rows import PackedRows, RowCounts
 from shardwise.data.packing import Windows, entropy
+from shardwise.job.schema import Job
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,13 @@ class SourceFacts:
     """One source of a mixture.
 
     Attributes:
+        job: that would read it alone.
         data: its own.
         measure: its weight from each of some samples on, or its passes in an epoch.
     """
 
     name: str
+    job: Job
     data: TokenData
     measure: list[tuple[int, float]] | float
 

@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
     *(Rule(f"sources-{key.replace('_', '-')}", (f"data.{key}", "data.sources"),
            f"{key} is of one corpus, and each of the sources has its own",
            lambda d, key=key: d.data.sources and changed(d.job, f"data.{key}"),
-           fix="leave one of them out" if key in ("path", "factory") else f"leave data.{key} out, and give it to a source")
+           fix="leave one out" if key in ("path", "factory") else f"leave data.{key} out, and give it to a source")
       for key in ("path", "factory", "format", "field", "filter")),
     Rule("sources", ("data.sources",), "sources have names, and all of them weights or all of them passes",
          lambda d: fault_of(d.job) is not None,
