@@ -242,7 +242,7 @@ def _session(job: Job, device: torch.device, facts: ModelFacts, data: TokenData,
     training = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 2, "callbacks": []}
     changed = {"training": job.training.model_copy(update=training), "evaluation": EvaluationSection()}
     job = job.model_copy(update=changed)
-    return Session.of(assemble(job, device, facts, data))
+    return Session.of(assemble(job, device, facts, replace(data, sets={})))
 
 
 def _compare(session: Session, steps: int, make_reference: Callable[[], Any], report: VerifyReport) -> None:
