@@ -16,6 +16,7 @@ from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left, read_manifest
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
+from shardwise.checkpoint.source_changes import source_changes
 from shardwise.checkpoint.state import (
     Optimizer,
     average_chunks,
@@ -108,7 +109,9 @@ def _read(
     check_fits(model, manifest, data, path)
     check_fixed_options(model, manifest, path)
     check_options(model, optimizer, manifest, path)
-    for note in differences(model, manifest):
+    may_change = model.plan.job.checkpoint.change_sources
+    changed = source_changes(manifest.data, data, path, may_change)
+    for note in (*differences(model, manifest), *changed):
         say(f"note: {note}")
     state, states = optimizer_chunks(optimizer, manifest.tensors, optimizer_keys(manifest))
     averages, values = ema_chunks(model, manifest.tensors)

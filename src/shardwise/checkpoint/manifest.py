@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -22,8 +23,8 @@ from shardwise.words import listed
 FILE = "manifest.json"
 OWNER = "owner"  # a file beside the checkpoints: the run that writes here
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-# 3 lacks averages of weights, 2 what `evaluation.metric` has come to too, 1 `adapter` as well; the lowest that says all
-# is written.
+# 3 lacks averages of weights and the sources of a mixture, 2 what `evaluation.metric` has come to too, 1 `adapter` as
+# well.
 VERSION = 4
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
 OLDER = "; use an older checkpoint"
@@ -126,10 +127,14 @@ def _overlap(slices: list[Slice]) -> bool:
 
 
 class Progress(_Part):
-    """The progress of a run. `samples` is the whole state of the data; `data_hash` is that of the samples so far."""
+    """The progress of a run. `samples` is the state of the data, and `sources` are those of a mixture by name.
+
+    `data_hash` is that of the samples so far.
+    """
 
     step: Size = 0
     samples: Size = 0
+    sources: dict[str, Size] = {}
     tokens: Size = 0
     skipped: Size = 0
     skipped_in_a_row: Size = 0
@@ -170,6 +175,13 @@ class AdapterRecord(_Part):
     base: str = ""
     base_hash: str = ""
     packed: dict[str, str] = {}
+
+
+def written_version(progress: Progress, adapter: AdapterRecord | None, tensors: Iterable[str]) -> int:
+    """Return the lowest version that says all of a checkpoint, so that an older shardwise may read it."""
+    if progress.sources or any(name.startswith(AVERAGE) for name in tensors):
+        return VERSION
+    return 3 if progress.judged_by else 1 if adapter is None else 2
 
 
 class Manifest(_Part):
@@ -230,7 +242,9 @@ class Manifest(_Part):
         return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
     def to_json(self) -> bytes:
-        left_out: dict[str, Any] = {} if self.progress.judged_by else {"progress": JUDGEMENT}  # as version 2 is written
+        of_progress = set() if self.progress.sources else {"sources"}  # as version 3 is written
+        of_progress |= set() if self.progress.judged_by else JUDGEMENT  # as version 2
+        left_out: dict[str, Any] = {"progress": of_progress} if of_progress else {}
         left_out |= {"adapter": True} if self.adapter is None else {}  # as version 1
         return seal(self.model_dump_json(indent=None, exclude=left_out).encode())
 

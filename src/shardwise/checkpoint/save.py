@@ -12,7 +12,7 @@ import platform
 import threading
 import uuid
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -27,15 +27,14 @@ import shardwise
 from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import Retention, checkpoint_name
 from shardwise.checkpoint.manifest import (
-    AVERAGE,
     BLOCK_BYTES,
-    VERSION,
     AdapterRecord,
     FileRecord,
     Manifest,
     Progress,
     Scaler,
     TensorRecord,
+    written_version,
 )
 from shardwise.checkpoint.staging import Source, Staging, Straight
 from shardwise.checkpoint.state import Optimizer, leaves_out_base, snapshot
@@ -201,7 +200,7 @@ class Checkpointer:
                 optimizer_scalars=scalars,
                 tensors=tensors,
                 ties=ties,
-                version=needed_version(progress, adapter, tensors),
+                version=written_version(progress, adapter, tensors),
                 adapter=adapter,
                 files=files,
                 job=plan.job.model_dump(mode="json"),
@@ -226,13 +225,6 @@ class Checkpointer:
         return AdapterRecord(
             config=config, layers=facts.adapters, base=base or "", base_hash=base_hash, packed=dict(facts.packed)
         )
-
-
-def needed_version(progress: Progress, adapter: AdapterRecord | None, tensors: Iterable[str]) -> int:
-    """Return the lowest version of a manifest that says all of this, so that an older shardwise may read it."""
-    if any(name.startswith(AVERAGE) for name in tensors):
-        return VERSION
-    return 3 if progress.judged_by else 1 if adapter is None else 2
 
 
 def versions() -> dict[str, str]:

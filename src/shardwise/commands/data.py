@@ -97,10 +97,15 @@ def _tokenizer(job: Job, data: TokenData) -> PreTrainedTokenizerBase | None:
 def sample_rows(data: TokenData, job: Job, counter: int) -> Iterator[SampleRow]:
     """Yield the rows or documents of the sample `counter` of a job's training, and padding as one of its own."""
     from shardwise.data.batch import IGNORED
-    from shardwise.data.order import order
+    from shardwise.data.loader import training_index
+    from shardwise.data.mixture import Mixture
 
-    index = order(job.training.seed, counter, len(data.train))
-    batch = data.train.batch([index], [counter], job.training.seed)
+    split, index = data.train, training_index(data.train, job.training.seed, counter)
+    if isinstance(split, Mixture):
+        source, index = split.place_of(counter)
+        data = data.sources[source].data
+        split = data.train
+    batch = split.batch([index], [counter], job.training.seed)
     assert batch.labels is not None
     ids, labels = batch.inputs["input_ids"][0].tolist(), batch.labels[0].tolist()
     if job.model.task == "causal_lm":  # a label stands before its token

@@ -46,6 +46,7 @@ from shardwise.testing.module_trace import trace_step
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_corpus import compare_corpus
 from shardwise.testing.oracle_data import FactorySource, Source, TokenSource
+from shardwise.testing.oracle_mixture import CorpusReader, MixtureSource
 from shardwise.testing.oracle_rows import RowSource
 from shardwise.testing.oracle_start import known_start
 from shardwise.testing.reference import SIXTEEN, OracleReference, RecordedReference, Recording, oracle_dtypes
@@ -197,7 +198,8 @@ def _verify_precision(
         oracle = _oracle(run, weights)
         oracles.append(oracle)
         if is_first:
-            report.add(compare_corpus(job, run.data.directory, run.data.tokenizer_directory))
+            for own, data in [(source.job, source.data) for source in run.data.sources] or [(job, run.data)]:
+                report.add(compare_corpus(own, data.directory, data.tokenizer_directory))
             report.add(compare_known_start({**weights, **buffers}, known_start(job), facts.weight_dtypes))
         if is_first and job.model.path is None and job.model.weights is None:  # else they are not drawn
             report.add(compare_start_values(distributions(weights), oracle.plain))
@@ -240,7 +242,7 @@ def _session(job: Job, device: torch.device, facts: ModelFacts, data: TokenData,
     training = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 2, "callbacks": []}
     changed = {"training": job.training.model_copy(update=training), "evaluation": EvaluationSection()}
     job = job.model_copy(update=changed)
-    return Session.of(assemble(job, device, facts, data))
+    return Session.of(assemble(job, device, facts, replace(data, sets={})))
 
 
 def _compare(session: Session, steps: int, make_reference: Callable[[], Any], report: VerifyReport) -> None:
@@ -294,11 +296,18 @@ def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
 
 def _source(job: Job, data: TokenData) -> Source:
     """Return the oracle's reader of the training samples."""
+    if data.sources:
+        return MixtureSource(job, {source.name: _reader(source.job, source.data) for source in data.sources})
     if data.directory is None:
         return FactorySource(job)
+    return _reader(job, data)
+
+
+def _reader(job: Job, data: TokenData) -> CorpusReader:
+    """Return the oracle's reader of one corpus."""
     if job.data.has_rows:
         return RowSource(job, str(data.tokenizer_directory))
-    return TokenSource(job, Path(data.directory))
+    return TokenSource(job, Path(str(data.directory)))
 
 
 def _title(run: AssembledJob, reference: str) -> str:

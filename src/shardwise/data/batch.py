@@ -5,6 +5,7 @@ Made by `shardwise.data.loader.Stream`; read by the training step, the loss and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -89,6 +90,23 @@ class Batch:
         sizes = torch.zeros(len(counted), int(numbers.max()) + 1, dtype=torch.float64, device=counted.device)
         sizes.scatter_add_(1, numbers, counted)  # [B, documents]
         return replace(self, weights=counted / sizes.gather(1, numbers).clamp(min=1))
+
+
+def in_order(parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
+    """Join batches of equal fields into one; each comes with the rows of the whole that its own become."""
+    if len(parts) == 1:
+        return parts[0][1]
+    places = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
+    batches = [batch for _, batch in parts]
+
+    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        given = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(given)[places] if given else None
+
+    names = ("labels", "rows", "document_ids", "weights", "counted", "completions", "reference")
+    fields = {name: joined([getattr(batch, name) for batch in batches]) for name in names}
+    inputs = {name: torch.cat([batch.inputs[name] for batch in batches])[places] for name in batches[0].inputs}
+    return Batch(inputs=inputs, **fields)  # type: ignore[arg-type]
 
 
 def batch_digest(batch: Batch) -> int:

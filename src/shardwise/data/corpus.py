@@ -22,9 +22,10 @@ from shardwise.data.compressed import content_suffix
 from shardwise.data.conversations import COLUMNS, format_of_columns, texts_of
 from shardwise.data.generated import generated_rows, is_function
 from shardwise.data.readers import BESIDE_TOKENS, ROWS, Row, known_columns, pieces, text_file, text_pieces, token_ids
+from shardwise.data.row_filter import RowFilter
 from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
-from shardwise.job.data_section import ROW_FORMATS, DataSection
+from shardwise.job.data_section import ROW_FORMATS, DataSection, DataSource
 from shardwise.job.schema import Job
 from shardwise.words import nearest_file
 
@@ -45,6 +46,7 @@ class Corpus:
     identity: str  # changes when the documents would
     size: int  # bytes
     path: str | None = None  # data.path, for messages
+    filter: RowFilter | None = None  # the rows that are read; None: all
 
     def describe(self) -> str:
         """For the display."""
@@ -56,9 +58,10 @@ class Corpus:
     def emptiness(self, unit: str) -> str:
         """Return the message for a corpus in which no document has any `unit`."""
         column = "" if self.container == "text" else f" in its column {self.column!r} (data.field)"
+        kept = "" if self.filter is None else f" of those that data.filter={self.filter.wanted!r} keeps"
         return (
-            f"data.path={self.path!r} is empty: no document has any {unit}{column} ({self.describe()}); give a path "
-            "with text, or leave data.path out for the standard library's sources"
+            f"data.path={self.path!r} is empty: no document{kept} has any {unit}{column} ({self.describe()}); give a "
+            "path with text, or leave data.path out for the standard library's sources"
         )
 
     def texts(self) -> Iterator[tuple[str, bool]]:
@@ -75,23 +78,31 @@ class Corpus:
             if self.container == "text":
                 yield from text_file(path)
             elif self.format in ROW_FORMATS:
-                for _, row in ROWS[self.container](path, (), COLUMNS):
+                for _, row in self._rows(path, (), COLUMNS):
                     for text in texts_of(row):
                         yield from pieces(io.StringIO(text, newline=""))
             else:
-                for where, row in ROWS[self.container](path, (self.column,), ()):
+                for where, row in self._rows(path, (self.column,), ()):
                     yield from text_pieces(where, row[self.column])
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         """At most `max_documents` rows, with those of the columns that they have."""
-        every_row = (row for path in self.files for row in ROWS[self.container](path, (), columns))
+        every_row = (row for path in self.files for row in self._rows(path, (), columns))
         yield from islice(every_row, self.max_documents)
+
+    def _rows(self, path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[Row]:
+        """The rows of a file that the filter keeps, with those of the columns that they have and those it reads."""
+        if self.filter is None:
+            return ROWS[self.container](path, required, optional)
+        keeps = self.filter.keeps
+        rows = ROWS[self.container](path, required, (*optional, *self.filter.columns))
+        return ((where, row) for where, row in rows if keeps(where, row))
 
     def token_rows(self, limit: int | None) -> Iterator[np.ndarray]:
         """The `input_ids` of at most `max_documents` rows that have any; each id must be below `limit`."""
         count = 0
         for path in self.files:
-            for where, row in ROWS[self.container](path, (self.column,), BESIDE_TOKENS):
+            for where, row in self._rows(path, (self.column,), BESIDE_TOKENS):
                 ids = token_ids(where, row[self.column], row, limit)
                 if len(ids):
                     yield ids
@@ -118,10 +129,28 @@ def data_format(data: DataSection) -> str:
 
 def with_format(job: Job) -> Job:
     """Return the job with the format of its rows, where `auto` finds conversations or pairs: the plan depends on it."""
+    if job.data.sources:
+        formats = [(source, data_format(data_of_source(job.data, source))) for source in job.data.sources]
+        found = [source.model_copy(update={"format": name} if name in ROW_FORMATS else {}) for source, name in formats]
+        return job.model_copy(update={"data": job.data.model_copy(update={"sources": found})})
     name = data_format(job.data)
     if name == job.data.format or name not in ROW_FORMATS:
         return job
     return job.model_copy(update={"data": job.data.model_copy(update={"format": name})})
+
+
+def data_of_source(data: DataSection, source: DataSource) -> DataSection:
+    """Return the data section that reads one of several sources by itself.
+
+    Raises:
+        ConfigError: its keys contradict each other.
+    """
+    keys = {key: getattr(source, key) for key in ("path", "format", "field", "filter")}
+    if source.path is None and source.format == "auto":
+        raise ConfigError(
+            f"data.sources: {source.label or 'a source'} has neither path nor format; give its path, or format stdlib"
+        )
+    return data.model_copy(update={"sources": [], "curriculum": [], **keys})
 
 
 def find_corpus(data: DataSection) -> Corpus:
@@ -138,6 +167,11 @@ def find_corpus(data: DataSection) -> Corpus:
             f"data.field={data.field!r} with data.format={name}: a text file is one document and has no columns; "
             "leave data.field out, or set data.format to jsonl, parquet, dataset or tokens"
         )
+    if container == "text" and data.filter is not None:
+        raise ConfigError(
+            f"data.filter={data.filter!r} with data.format={name}: a text file is one document and has no columns; "
+            "leave data.filter out, or give files with rows"
+        )
     if not files:
         raise DataError(
             f"data.path={data.path!r}: no file to read with data.format={name}; give another format, or a path with "
@@ -145,15 +179,18 @@ def find_corpus(data: DataSection) -> Corpus:
         )
     column = "input_ids" if name == "tokens" and data.field == "text" else data.field
     identity, size = _identity(files, name)
+    row_filter = None if data.filter is None else RowFilter(data.filter)
+    kept = () if row_filter is None else (row_filter.identity,)
     return Corpus(
         format=name,
         container=container,
         files=files,
         column=column,
         max_documents=data.max_documents,
-        identity=digest(name, container, column, data.max_documents, identity),
+        identity=digest(name, container, column, data.max_documents, identity, *kept),
         size=size,
         path=data.path,
+        filter=row_filter,
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwise.data.corpus import data_format
-from shardwise.data.factory import Samples
+from shardwise.data.corpus import data_format, data_of_source
+from shardwise.data.mixture import Mixture
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.packing import Windows
 from shardwise.data.split import TokenStream
@@ -21,12 +21,13 @@ from shardwise.job.schema import Job
 
 def job_of_set(job: Job, path: str, own: TokenData) -> Job:
     """Return the job that reads a set: with the tokenizer and the format of the data that are trained on."""
-    name = data_format(job.data)
+    of_one = data_of_source(job.data, job.data.sources[0]) if job.data.sources else job.data
+    name = data_format(of_one)
     is_found = name in ROW_FORMATS or name == "tokens"
-    keys = {"path": path, "max_documents": None, "format": name if is_found else "auto"}
+    keys = {"path": path, "max_documents": None, "format": name if is_found else "auto", "filter": None}
     if job.data.tokenizer is None and job.model.path is None and own.tokenizer_directory is not None:
         keys["tokenizer"] = own.tokenizer_directory  # it was trained on the job's own data
-    return job.model_copy(update={"data": job.data.model_copy(update=keys)})
+    return job.model_copy(update={"data": of_one.model_copy(update=keys)})
 
 
 def open_sets(job: Job, own: TokenData, read: Callable[[Job], TokenData]) -> TokenData:
@@ -41,14 +42,15 @@ def open_sets(job: Job, own: TokenData, read: Callable[[Job], TokenData]) -> Tok
             data = read(job_of_set(job, path, own))
         except DataError as error:
             raise DataError(f"evaluation.sets.{name}: {error}") from error
-        if type(data.train) is not type(own.train):
+        if type(data.train) is not type(own.train.splits[0] if isinstance(own.train, Mixture) else own.train):
             raise DataError(
                 f"evaluation.sets.{name}={path!r} holds {data.corpus}, and the data that are trained on are "
                 f"{own.corpus}; give a set of the same format"
             )
         sets[name] = data
     content = digest(*(data.content for data in sets.values()))
-    return replace(own, sets={name: whole(data) for name, data in sets.items()}, content_of_sets=content)
+    named = {name: whole(data) for name, data in sets.items()}
+    return replace(own, sets={**own.sets, **named}, content_of_sets=content)
 
 
 def whole(data: TokenData) -> Windows | PackedRows:
@@ -56,7 +58,7 @@ def whole(data: TokenData) -> Windows | PackedRows:
     train, validation = data.train, data.validation
     if isinstance(train, PackedRows) and isinstance(validation, PackedRows):
         return replace(train, rows=np.sort(np.concatenate([train.rows, validation.rows])))
-    assert not isinstance(train, Samples | PackedRows)
+    assert isinstance(train, Windows)
     corpus = train.stream.corpus
     count = (len(corpus.tokens) - train.extra) // train.sequence_length
     return replace(train, stream=TokenStream(corpus, np.array([[0, len(corpus.tokens)]])), count=count, mixed_by=None)

@@ -1,11 +1,11 @@
 """The batches of one rank: which samples of which step, as a pure function of the step.
 
 Exact definition. G = sequences_per_step. Step k consumes the samples (counters) c = k*G … k*G + G - 1; sample c is
-index `order(seed, c, len(split))` of the training split. Microbatch m of data rank d holds the rows
-i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of the step; a row i >= G is padding: it repeats row i % G
-and counts nowhere. A run of E epochs has E * len(split) samples: its last step holds R <= G of them, and there rows
-from R on are padding. Evaluation is the same without shuffling: global batch b holds samples b*G … of the split, those
-beyond its end are padding, and the counter of sample s is EVALUATION + s.
+index `order(seed, c, len(split))` of the training split, and of a mixture its own sample c. Microbatch m of data rank d
+holds the rows i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of the step; a row i >= G is padding: it
+repeats row i % G and counts nowhere. A run of E epochs has E * len(split) samples: its last step holds R <= G of them,
+and there rows from R on are padding. Evaluation is the same without shuffling: global batch b holds samples b*G … of
+the split, those beyond its end are padding, and the counter of sample s is EVALUATION + s.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from shardwise.data.batch import IGNORED, Batch, batch_digest
+from shardwise.data.mixture import Mixture
 from shardwise.data.order import order
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
@@ -24,13 +25,18 @@ EVALUATION = 1 << 62  # counters of evaluation rows start here, so that no train
 
 
 class Split(Protocol):
-    """Samples by index: `packing.Windows` or `factory.Samples`."""
+    """Samples by index: `packing.Windows`, `packed_rows.PackedRows`, `factory.Samples` or `mixture.Mixture`."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
         """The samples `indices`, with `rows` = counters."""
+
+
+def training_index(split: Split, seed: int, counter: int) -> int:
+    """Return the index in its split of the training sample `counter`; a mixture has an order of its own."""
+    return counter if isinstance(split, Mixture) else order(seed, counter, len(split))
 
 
 class Stream:
@@ -68,10 +74,10 @@ class Stream:
 
     def batches_from(self, consumed: int) -> list[Batch]:
         """The same for the step that follows `consumed` samples, whatever the steps before it looked like."""
-        size, real = len(self.split), self.samples_after(consumed)
+        real = self.samples_after(consumed)
 
         def locate(row: int) -> tuple[int, int]:
-            return order(self.seed, consumed + row, size), consumed + row
+            return training_index(self.split, self.seed, consumed + row), consumed + row
 
         return [self._microbatch(number, real, locate) for number in range(self.accumulation)]
 

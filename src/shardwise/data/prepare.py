@@ -21,6 +21,7 @@ from shardwise.data.evaluation_sets import open_sets
 from shardwise.data.factory import open_samples
 from shardwise.data.packing import Masking, Spans, split_windows
 from shardwise.data.row_cache import prepare_rows
+from shardwise.data.sources import prepare_sources
 from shardwise.data.split import TokenCorpus, document_hash, split_rule
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.token_data import TokenData
@@ -50,15 +51,19 @@ TOKENS, DOCUMENTS, HASHES = "tokens.arrow", "documents.arrow", "hashes.arrow"
 
 def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda text: None) -> TokenData:
     """The data of `job`, tokenized now unless the cache has it; `say` hears of the progress."""
-    data = _prepare(job, model_vocabulary, say)
-    return open_sets(job, data, lambda other: _prepare(other, model_vocabulary, say)) if job.evaluation.sets else data
+
+    def read(other: Job) -> TokenData:
+        return _prepare(other, model_vocabulary, say)
+
+    data = prepare_sources(job, model_vocabulary, say, read) if job.data.sources else read(job)
+    return open_sets(job, data, read) if job.evaluation.sets else data
 
 
 def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     if data_format(job.data) == "factory":
         return _from_factory(job, model_vocabulary)
     corpus = find_corpus(job.data)
-    source = find_tokenizer(job, corpus, model_vocabulary, say)
+    source = find_tokenizer(job, [corpus], model_vocabulary, say)
     if corpus.format in ROW_FORMATS:
         assert source is not None  # only a corpus of token ids has none
         return prepare_rows(job, corpus, source, model_vocabulary, say)

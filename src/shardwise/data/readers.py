@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from shardwise.data.compressed import opened_text
+from shardwise.data.row_filter import EVERY_COLUMN
 from shardwise.errors import DataError
 from shardwise.words import nearest
 
@@ -216,7 +217,8 @@ def _columns(where: str, present: list[str], required: Sequence[str], optional: 
     for column in required:
         if column not in present:
             raise _missing_column(where, column, present)
-    return [*required, *(name for name in optional if name in present)]
+    wanted = present if EVERY_COLUMN in optional else optional
+    return list(dict.fromkeys([*required, *(name for name in wanted if name in present)]))
 
 
 def _missing_column(where: str, column: str, present: list[str]) -> DataError:

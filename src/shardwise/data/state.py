@@ -1,18 +1,22 @@
 """The state of the data: what a checkpoint keeps of it, so that training goes on with the next sample.
 
 The order of samples is a pure function of the seed and a counter (`data/order.py`), so the state is integers, the same
-on any number of ranks and for any size of batch: today the samples consumed, one integer for each source of a mixture.
+on any number of ranks and for any size of batch: the samples consumed, and for a mixture those of each source too. The
+latter follow from the former by the weights, unless these were others before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Stream
+from shardwise.data.mixture import Mixture
 
 SAMPLES = "samples"  # the key of the count, in checkpoints too
+OF_SOURCE = f"{SAMPLES}/"  # before the name of a source, the key of its own count
 
 
 class DataState(Protocol):
@@ -51,3 +55,31 @@ class ConsumedSamples:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on after so many samples."""
         self._samples = state[SAMPLES]
+
+
+class ConsumedSources(ConsumedSamples):
+    """The training samples of a mixture, each source of which goes on where it has come to."""
+
+    def __init__(self, stream: Stream, mixture: Mixture) -> None:
+        super().__init__(stream)
+        self._mixture = stream.split = mixture
+        self._others: dict[str, int] = {}  # counts of sources that are left out now
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the samples consumed by all ranks, in all and of each source."""
+        counts = zip(self._mixture.names, self._mixture.counts(self._samples), strict=True)
+        return super().state_dict() | self._others | {f"{OF_SOURCE}{name}": count for name, count in counts}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after so many samples, so many of each source; a source that is not named begins."""
+        super().load_state_dict(state)
+        names = {f"{OF_SOURCE}{name}": name for name in self._mixture.names}
+        self._others = {key: count for key, count in state.items() if key != SAMPLES and key not in names}
+        expected = self._mixture.assignment.counts(self._samples)
+        ahead = tuple(state.get(key, 0) - count for key, count in zip(names, expected, strict=True))
+        self._mixture = self._stream.split = replace(self._mixture, ahead=ahead)
+
+
+def data_state(stream: Stream) -> DataState:
+    """Return the state of a stream's training split, at its beginning."""
+    return ConsumedSources(stream, stream.split) if isinstance(stream.split, Mixture) else ConsumedSamples(stream)

@@ -8,8 +8,35 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.data.factory import Samples
+from shardwise.data.mixture import Mixture
 from shardwise.data.packed_rows import PackedRows, RowCounts
 from shardwise.data.packing import Windows, entropy
+from shardwise.job.schema import Job
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """One source of a mixture.
+
+    Attributes:
+        job: that would read it alone.
+        data: its own.
+        measure: its weight from each of some samples on, or its passes in an epoch.
+    """
+
+    name: str
+    job: Job
+    data: TokenData
+    measure: list[tuple[int, float]] | float
+
+    def describe(self) -> dict[str, Any]:
+        """For run.json and checkpoints: what it is, and its share."""
+        return {
+            "corpus": self.data.corpus,
+            "content": self.data.content,
+            "sequences": len(self.data.train),
+            "repeat" if isinstance(self.measure, float) else "weights": self.measure,
+        }
 
 
 @dataclass(frozen=True)
@@ -21,11 +48,12 @@ class TokenData:
     `split` is the rule that held samples out: `documents` or `place`. `vocabulary_size` is the tokenizer's; without
     one, the model's, else the largest token id + 1. `row_counts` is of conversations and pairs alone. `sets` are those
     of `evaluation.sets` by name, and `content_of_sets` is a hash of their token ids. `reference_note` is a sentence on
-    log-probabilities by a reference model, where they are known ahead of training.
+    log-probabilities by a reference model, where they are known ahead of training. `sources` are those of a mixture, by
+    name; their validation sequences are among `sets`.
     """
 
-    train: Windows | PackedRows | Samples
-    validation: Windows | PackedRows | Samples
+    train: Windows | PackedRows | Samples | Mixture
+    validation: Windows | PackedRows | Samples | Mixture
     corpus: str
     documents: int
     tokens: int
@@ -39,6 +67,7 @@ class TokenData:
     sets: Mapping[str, Windows | PackedRows] = field(default_factory=dict)
     content_of_sets: str = ""
     reference_note: str = ""
+    sources: tuple[SourceFacts, ...] = ()
 
     @cached_property
     def unigram_entropy(self) -> float | None:
@@ -49,10 +78,12 @@ class TokenData:
     def entropy_of(self, sequences: int | None) -> float | None:
         """The same for the first so many validation sequences: those that an evaluation of that size measures."""
         windows = self.validation
-        if isinstance(windows, Samples) or (isinstance(windows, Windows) and windows.spans):
+        kind = windows.splits[0] if isinstance(windows, Mixture) else windows
+        if isinstance(kind, Samples) or (isinstance(kind, Windows) and kind.spans):
             return None
-        if isinstance(windows, PackedRows) and windows.settings.together > 1:
+        if isinstance(kind, PackedRows) and kind.settings.together > 1:
             return None
+        assert not isinstance(windows, Samples)
         return entropy(windows.target_counts(sequences))
 
     def prompt(self, length: int) -> list[int]:
@@ -60,8 +91,10 @@ class TokenData:
 
         Of rows: what stands before the first answer, or its last tokens.
         """
+        if self.sources:
+            return self.sources[0].data.prompt(length)
         windows = self.validation
-        if isinstance(windows, Samples):
+        if isinstance(windows, Samples | Mixture):
             return []
         if isinstance(windows, PackedRows):
             return windows.prompt(length)
@@ -91,12 +124,16 @@ class TokenData:
                 "content": self.content,
                 "cache": self.directory,
             }
+        if self.sources:
+            facts["sources"] = {source.name: source.describe() for source in self.sources}
         if isinstance(self.train, PackedRows) and self.row_counts is not None:
             facts |= self.row_counts._asdict() | {"training_padding": self.train.padding}
         return facts
 
     def notes(self) -> list[str]:
         """Return sentences on rows that are not trained on, or not whole, and on the reference's log-probabilities."""
+        if self.sources:
+            return [f"{source.name}: {note}" for source in self.sources for note in source.data.notes()]
         if self.row_counts is None or not isinstance(self.train, PackedRows):
             return []
         counts, length = self.row_counts, self.train.sequence_length

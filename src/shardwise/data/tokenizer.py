@@ -1,13 +1,13 @@
 """The tokenizer of a job: a given directory, the model directory's own, or a byte-level BPE trained on the corpus.
 
 A trained tokenizer is a directory in the cache that `transformers.AutoTokenizer.from_pretrained` opens. Training is
-deterministic; it reads the first `SAMPLE` characters of the corpus.
+deterministic; it reads the first `SAMPLE` characters of the corpus, or of several in equal parts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -82,32 +82,32 @@ class TokenizerSource:
 
 
 def find_tokenizer(
-    job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, corpora: Sequence[Corpus], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> TokenizerSource | None:
     """The job's tokenizer, trained now where it has none. None for a corpus of token ids without a given one.
 
     One with the job's added tokens lies in the cache.
     """
-    source = _given_or_trained(job, corpus, model_vocabulary, say)
+    source = _given_or_trained(job, corpora, model_vocabulary, say)
     return source if source is None or not job.data.added_tokens else _extended(job, source, say)
 
 
 def _given_or_trained(
-    job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, corpora: Sequence[Corpus], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> TokenizerSource | None:
     if job.data.tokenizer is not None:
         return _source(Path(job.data.tokenizer), "data.tokenizer", trust_remote_code=False)
     model = job.model.path
     if model is not None and any((Path(model).expanduser() / name).is_file() for name in VOCABULARY_FILES):
         return _source(Path(model), "model.path", job.model.trust_remote_code)
-    if corpus.format == "tokens":
+    if corpora[0].format == "tokens":
         return None
     if model is not None:
         raise DataError(
             f"model.path={model} holds no tokenizer, and its weights mean nothing under a new one; set data.tokenizer "
             "to the directory of the tokenizer that the model was trained with"
         )
-    return _trained(job, corpus, model_vocabulary, say)
+    return _trained(job, corpora, model_vocabulary, say)
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
@@ -196,7 +196,9 @@ def _extended(job: Job, source: TokenizerSource, say: Callable[[str], None]) -> 
     return TokenizerSource(directory, key, source.trust_remote_code, source.key)
 
 
-def _trained(job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callable[[str], None]) -> TokenizerSource:
+def _trained(
+    job: Job, corpora: Sequence[Corpus], model_vocabulary: int | None, say: Callable[[str], None]
+) -> TokenizerSource:
     special = [END_OF_TEXT, *SPECIAL[job.model.task]]
     size = job.data.vocabulary_size
     least = BYTES + len(special)
@@ -210,20 +212,21 @@ def _trained(job: Job, corpus: Corpus, model_vocabulary: int | None, say: Callab
             f"data.vocabulary_size={size} is more than the model's vocabulary_size={model_vocabulary}; use "
             f"{model_vocabulary} or less"
         )
-    key = digest(VERSION, corpus.identity, size, special)
+    key = digest(VERSION, *(corpus.identity for corpus in corpora), size, special)
+    described = ", ".join(corpus.describe() for corpus in corpora)
     directory = cache_root(job.data.cache_directory) / "tokenizers" / key
 
     def build(target: Path) -> None:
-        say(f"training a byte-level BPE tokenizer of {size} tokens on {corpus.describe()}")
-        train_tokenizer(corpus, size, special, target)
-        (target / COMPLETE).write_text(json.dumps({"corpus": corpus.describe(), "vocabulary_size": size}))
+        say(f"training a byte-level BPE tokenizer of {size} tokens on {described}")
+        train_tokenizer(corpora, size, special, target)
+        (target / COMPLETE).write_text(json.dumps({"corpus": described, "vocabulary_size": size}))
 
     build_once(directory, build, say)
     return TokenizerSource(directory, key)
 
 
-def train_tokenizer(corpus: Corpus, size: int, special: list[str], directory: Path) -> None:
-    """Train a byte-level BPE on the start of `corpus` and save it as a `transformers` tokenizer."""
+def train_tokenizer(corpora: Sequence[Corpus], size: int, special: list[str], directory: Path) -> None:
+    """Train a byte-level BPE on the start of each corpus and save it as a `transformers` tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -236,7 +239,8 @@ def train_tokenizer(corpus: Corpus, size: int, special: list[str], directory: Pa
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(corpus), trainer)
+    texts = (text for corpus in corpora for text in _sample(corpus, SAMPLE // len(corpora)))
+    tokenizer.train_from_iterator(texts, trainer)
     names = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     named: dict[str, Any] = names | ({"pad_token": PADDING} if PADDING in special else {})
     named |= {"mask_token": MASK} if MASK in special else {}
@@ -244,12 +248,12 @@ def train_tokenizer(corpus: Corpus, size: int, special: list[str], directory: Pa
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(str(directory))
 
 
-def _sample(corpus: Corpus) -> Iterator[str]:
-    left = SAMPLE
+def _sample(corpus: Corpus, characters: int) -> Iterator[str]:
+    left = characters
     for text, _ in corpus.texts():
         yield text[:left]
         left -= len(text)
         if left <= 0:
             return
-    if left == SAMPLE:
+    if left == characters:
         raise DataError(corpus.emptiness("text"))

@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from shardwise.job.section import Section, UserPath
-from shardwise.job.values import Positive
+from shardwise.job.values import OwnObject, Positive, SetName
 
 DataFormat = Literal[
     "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
     "preference",
 ]  # fmt: skip
+SourceFormat = Literal[
+    "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "chat", "prompt_completion", "preference"
+]
 ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
+Weight = Annotated[float, Field(ge=0, strict=True)]
+Plain = str | int | float | bool
+Filter = OwnObject | dict[str, Plain | list[Plain] | dict[Literal["min", "max"], float]] | None
+
+
+class DataSource(Section):
+    """One of several corpora that are trained on together."""
+
+    name: SetName | None = Field(
+        default=None,
+        description="Of its metric `validation_loss/NAME`, its counts and its state in checkpoints; unset: the last "
+        "part of `path` without its ending.",
+    )
+    path: UserPath | None = Field(default=None, description="As `data.path`.")
+    format: SourceFormat = Field(default="auto", description="As `data.format`. All sources hold documents, or rows.")
+    field: str = Field(default="text", description="Column that holds the text.")
+    filter: Filter = Field(default=None, description="As `data.filter`.")
+    weight: Weight | None = Field(
+        default=None,
+        description="Its share of the samples, relative to the weights of the others; it is read as often as needed.",
+    )
+    repeat: Annotated[float, Field(gt=0, strict=True)] | None = Field(
+        default=None,
+        description="Passes through it, in the place of `weight`: the samples of all sources together are then an "
+        "epoch, which ends. Without either key in any source: each by its size.",
+    )
+
+    @property
+    def label(self) -> str:
+        """Its name, given or made of its path; empty where there is none."""
+        if self.name is not None:
+            return self.name
+        return self.format if self.path is None else Path(self.path.rpartition(":")[2]).name.partition(".")[0]
+
+
+class CurriculumStage(Section):
+    """The weights of sources from some sample of the run on."""
+
+    samples: Positive | None = Field(
+        default=None, strict=True, description="The first sample that has these weights, from 0."
+    )
+    tokens: Positive | None = Field(
+        default=None,
+        strict=True,
+        description="The same in tokens, `data.sequence_length` for each sample; rounded up to whole samples.",
+    )
+    weights: dict[SetName, Weight] = Field(
+        description="Name of a source -> its `weight` from there on. Sources that are not named keep theirs."
+    )
 
 
 class DataSection(Section):
@@ -37,9 +90,24 @@ class DataSection(Section):
     )
     factory_arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `factory`.")
     field: str = Field(default="text", description="Column that holds the text.")
+    filter: Filter = Field(
+        default=None,
+        description="Rows that are read, if not all: `package.module:function` of your own, which is called with each "
+        "row as a dict and returns true or false; or column -> its value, a list of values, or `{min: 0.5, max: 3}`, "
+        "all of which have to hold.",
+    )
+    sources: list[DataSource] = Field(
+        default=[],
+        description="Several corpora that are trained on together, in the place of `path`. Which of them a sample is "
+        "of, and which of its sequences, follows from `training.seed` and the sample's number alone.",
+    )
+    curriculum: list[CurriculumStage] = Field(
+        default=[], description="Other weights of the `sources` from some sample on, in ascending order."
+    )
     tokenizer: UserPath | None = Field(
         default=None,
-        description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here.",
+        description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here, on "
+        "equally much of each source.",
     )
     vocabulary_size: Positive = Field(default=4096, description="Vocabulary of a tokenizer trained here.")
     added_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
@@ -83,15 +151,23 @@ class DataSection(Section):
     mean_span_length: float = Field(
         default=3.0, ge=1, description="Tokens of a span that is left out for `seq2seq_lm`, in the mean."
     )
-    max_documents: Positive | None = Field(default=None, description="Read only the first so many documents or rows.")
+    max_documents: Positive | None = Field(
+        default=None, description="Read only the first so many documents or rows, of each of several sources."
+    )
     cache_directory: UserPath | None = Field(
         default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
     )
 
     @property
+    def row_formats(self) -> list[str]:
+        """The formats of rows that are given or have been found: of the data, or of each source."""
+        formats = [source.format for source in self.sources] or [self.format]
+        return [name for name in dict.fromkeys(formats) if name in ROW_FORMATS]
+
+    @property
     def has_rows(self) -> bool:
         """True for rows of conversations or pairs, whose format is given or has been found."""
-        return self.format in ROW_FORMATS
+        return bool(self.row_formats)
 
     @property
     def trained_part(self) -> str:

@@ -466,6 +466,11 @@ class CheckpointSection(Section):
         description="`none`; `auto`: go on from the newest complete checkpoint, or start where there is none; or the "
         "path of one checkpoint.",
     )
+    change_sources: bool = Field(
+        default=False,
+        description="Go on from a checkpoint of other `data.sources`: of other weights, more of them or fewer. Each "
+        "goes on where the checkpoint has it, and a new one begins.",
+    )
     directory: UserPath | None = Field(
         default=None,
         description="Directory or URL (`s3://bucket/run`, `gs://...`; needs fsspec's package for its scheme); unset: "
@@ -574,7 +579,7 @@ class Job(RootSection):
         """`training.objective` with `auto` resolved, once the data's format is known."""
         if self.training.objective != "auto":
             return self.training.objective
-        if self.data.format == "preference":
+        if "preference" in self.data.row_formats:
             return "dpo"
         return "sft" if self.data.has_rows else "pretraining"
 

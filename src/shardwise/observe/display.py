@@ -45,7 +45,8 @@ _NUMBERS = {  # name shown: key of the record and format
     "expert load": ("expert_load", ".2f"),
 }
 LOSSES = ("step", "validation_loss", "training_loss")  # of an evaluation's record
-_SHOWN = [*_NUMBERS, "memory/rank", "skipped"]
+_SHOWN = [*_NUMBERS, "passes", "memory/rank", "skipped"]
+_PASSES = "passes/"  # before the name of a source
 
 
 class DisplayConsole(Console):
@@ -202,6 +203,7 @@ def _title(plan: Plan) -> str:
 def _figures(record: Record) -> dict[str, str]:
     """Return the record as short words and numbers, in the order in which they are shown; absent ones left out."""
     figures = {name: format(record[key], form) for name, (key, form) in _NUMBERS.items() if record.get(key) is not None}
+    figures["passes"] = _passes(record)
     figures["memory/rank"] = _memory(record.get("peak_memory_bytes"))
     if "loss" in record:
         figures["skipped"] = "not finite" if record.get("skipped") else ""
@@ -234,6 +236,13 @@ def _styled(figures: dict[str, str]) -> Columns:
         Text.assemble((f"{name} ", "dim"), (figures[name], styles.get(name, ""))) for name in ordered if figures[name]
     ]
     return Columns(texts, padding=(0, 3))
+
+
+def _passes(record: Record) -> str:
+    """Return `web 0.12 · code 1.50`: how often each source of a mixture has been read; of many the first."""
+    passes = [f"{key.removeprefix(_PASSES)} {value:.2f}" for key, value in record.items() if key.startswith(_PASSES)]
+    more = f" and {len(passes) - _RANKS_SHOWN} more" if len(passes) > _RANKS_SHOWN else ""
+    return " · ".join(passes[:_RANKS_SHOWN]) + more
 
 
 def _memory(sizes: list[int] | None) -> str:

@@ -186,6 +186,8 @@ def _prompts(records: Sequence[Record]) -> Iterator[str]:
 def _sections(run: Mapping[str, Any], sample: Path) -> Iterator[str]:
     if sample.exists() and (text := sample.read_text(encoding="utf-8", errors="replace").strip("\n")):
         yield f"<section><h2>Generated sample</h2><pre>{escape(text)}</pre></section>"
+    if sources := list(_source_rows(run)):
+        yield f"<section><h2>Data</h2>{data_table(('Source', 'Share of the samples', 'Read'), sources)}</section>"
     if plan := _part(run, "plan"):
         yield f"<section><h2>Plan</h2>{_plan_table(plan)}{_notes(plan)}</section>"
     if job := _part(run, "job") or _part(run, "plan", "job"):
@@ -193,6 +195,14 @@ def _sections(run: Mapping[str, Any], sample: Path) -> Iterator[str]:
     if versions := _part(run, "versions"):
         rows = [(str(name), str(version), None) for name, version in versions.items()]
         yield f"<details><summary>Versions</summary>{data_table(('Package', 'Version'), rows)}</details>"
+
+
+def _source_rows(run: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield each source of the data with its share, and how much of it has been read."""
+    for name, read in _part(run, "result", "sources").items():
+        corpus = str(_part(run, "data", "sources", name).get("corpus") or _part(run, "data").get("corpus") or "")
+        what = f"{read['samples']:,} samples, {read['passes']:.3f} passes of {read['sequences']:,} sequences; {corpus}"
+        yield name, f"{read['share']:.2%}", what
 
 
 Row = tuple[str, str, str | None]  # key, value, and the rule where there is a column for it

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from shardwise.errors import require_type
 from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes, state_axes
+from shardwise.job.mixture import is_weighted, weights_by_sample
 from shardwise.job.schema import Job, ParallelSection
 from shardwise.job.sources import require_job
 from shardwise.model.facts import ModelFacts
@@ -81,6 +82,7 @@ class Plan:
     balancing_coefficient: float = 0.0  # of the routers' balancing loss over the step; 0: there is none
     collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
+    sources: str = ""  # of the data and their shares; empty where there is one corpus
     reference: str = ""  # of a preference loss: "adapters_off" | "copy" | "precomputed"; empty: the objective has none
 
     @property
@@ -253,9 +255,28 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         balancing_coefficient=_balancing(draft, rules),
         context_method=_context_method(draft, rules),
         reference=_reference(draft, rules),
+        sources=_sources(draft, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
+
+
+def _sources(draft: Draft, rules: dict[str, str]) -> str:
+    """The sources with their shares of the first samples, or their passes."""
+    data = draft.data
+    if not data.sources:
+        return ""
+    if not is_weighted(data):
+        rules["sources"] = "passes of each in an epoch"
+        return ", ".join(f"{source.label} x {source.repeat or 1:g}" for source in data.sources)
+    stages = weights_by_sample(data)
+    later = [f"from sample {start:,} on {_shares(weights)}" for start, weights in stages[1:]]
+    rules["sources"] = "; ".join(["shares of the samples, within one sample of any 1,000", *later])
+    return _shares(stages[0][1])
+
+
+def _shares(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {weight / sum(weights.values()):.3%}" for name, weight in weights.items())
 
 
 def _degrees(draft: Draft, rules: dict[str, str]) -> dict[Axis, int]:
@@ -374,7 +395,8 @@ def _objective(draft: Draft, rules: dict[str, str]) -> str:
     if asked != "auto":
         rules["objective"] = "training.objective given"
         return asked
-    rules["objective"] = f"training.objective auto: data.format {draft.data.format}"
+    found = ", ".join(draft.data.row_formats) or draft.data.format
+    rules["objective"] = f"training.objective auto: data.format {found}"
     return draft.job.objective
 
 
@@ -457,6 +479,7 @@ def _whole_logits(draft: Draft) -> str:
 
 def _notes(draft: Draft) -> Iterator[str]:
     yield from _batch_notes(draft)
+    yield from _source_notes(draft)
     yield from _parallel_notes(draft)
     yield from _memory_notes(draft)
     yield from _model_notes(draft)
@@ -469,6 +492,14 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
             f"{draft.padding_rows} of {rows} rows of a step are padding, computed but not counted: "
             f"{draft.sequences.value} sequences do not divide evenly over {draft.data_ranks} data ranks x "
             f"{draft.accumulation.value} microbatches of {draft.microbatch.value}."
+        )
+
+
+def _source_notes(draft: Draft) -> Iterator[str]:
+    if draft.job.checkpoint.change_sources:
+        yield (
+            "checkpoint.change_sources: the run goes on from a checkpoint of other data.sources or weights; each source "
+            "goes on where the checkpoint has it, a new one begins, and from there on these shares hold."
         )
 
 

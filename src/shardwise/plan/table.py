@@ -75,6 +75,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     for key in ("steps", "sequence_length", "sequences_per_step", "microbatch", "accumulation", "warmup_steps"):
         yield key, getattr(plan, key)
     yield from asdict(plan.dtypes).items()
+    if plan.sources:
+        yield "sources", plan.sources
     if plan.balancing_coefficient:
         asked = plan.job.router.balancing_loss
         yield "balancing_loss", f"{'global' if asked == 'auto' else asked}, times {plan.balancing_coefficient:g}"

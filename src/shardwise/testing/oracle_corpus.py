@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from shardwise.data.compressed import opened_text
 from shardwise.data.corpus import Corpus, find_corpus
+from shardwise.job.objects import load_object
 from shardwise.job.schema import Job
 from shardwise.testing.comparison import Difference
 
@@ -32,7 +33,7 @@ def compare_corpus(job: Job, directory: str | None, tokenizer_directory: str | N
     if directory is None or corpus is None or corpus.container not in ("text", "jsonl"):
         return []
     tokenizer: Any = None if tokenizer_directory is None else AutoTokenizer.from_pretrained(tokenizer_directory)
-    expected = (_with_end(document, tokenizer) for document in _documents(corpus))
+    expected = (_with_end(document, tokenizer) for document in _documents(corpus, job.data.filter))
     pairs = zip(filter(None, expected), _cached_documents(Path(directory)), strict=False)
     wrong = [(number, own, right) for number, (right, own) in enumerate(pairs) if own != right and right != [LONG]]
     sentence = ""
@@ -42,7 +43,25 @@ def compare_corpus(job: Job, directory: str | None, tokenizer_directory: str | N
     return [Difference(0, "corpus", sentence, math.inf if sentence else 0.0, 0.0)]
 
 
-def _documents(corpus: Corpus) -> Iterator[str | list[int]]:
+def is_kept(row: dict[str, Any], wanted: Any) -> bool:
+    """Tell whether `data.filter` keeps a row."""
+    if isinstance(wanted, str):
+        return bool(load_object(wanted)(row))
+    for column, wish in (wanted or {}).items():
+        value = row.get(column)
+        allowed = [wish] if not isinstance(wish, list | dict) else wish
+        if isinstance(allowed, dict):
+            inside = type(value) in (int, float) and allowed.get("min", -math.inf) <= value <= allowed.get(
+                "max", math.inf
+            )
+        else:
+            inside = any(value == one and (type(value) is bool) == (type(one) is bool) for one in allowed)
+        if not inside:
+            return False
+    return True
+
+
+def _documents(corpus: Corpus, wanted: Any) -> Iterator[str | list[int]]:
     """Yield documents that hold something: text, or token ids."""
     for path in corpus.files:
         with opened_text(path, newline="") as stream:
@@ -52,6 +71,8 @@ def _documents(corpus: Corpus) -> Iterator[str | list[int]]:
                 continue
             for line in stream:
                 row = json.loads(line) if line.strip() else {}
+                if not is_kept(row, wanted):
+                    continue
                 value = row.get("input_ids" if corpus.format == "tokens" else corpus.column)
                 yield from [value] if value else []
 

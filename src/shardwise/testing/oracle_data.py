@@ -68,6 +68,19 @@ class Source(Protocol):
     def rows(self, counters: Sequence[int]) -> Rows: ...
 
 
+class Places:
+    """The sequence of each sample of one corpus, among those that train and among those held out."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.seed, self.size = seed, size
+
+    def training(self, counter: int) -> int:
+        return shuffled_index(self.seed, counter, self.size)
+
+    def held_out(self, number: int) -> int:
+        return number
+
+
 @dataclass(frozen=True)
 class DocumentStream:
     """Documents one after the other: their tokens, and where each begins."""
@@ -103,6 +116,7 @@ class TokenSource:
         else:
             left, validation = _held_out(documents, held_out, self.seed)
         self.training, self.validation = DocumentStream.of(left), DocumentStream.of(validation)
+        self.places = Places(self.seed, self.size)
         self._read: dict[int, dict[str, np.ndarray]] = {}  # the last samples
 
     def rows(self, counters: Sequence[int]) -> Rows:
@@ -132,8 +146,8 @@ class TokenSource:
     def _place(self, counter: int) -> tuple[DocumentStream, int]:
         """Return the stream of a sample, and the number of its window there."""
         if counter < EVALUATION:
-            return self.training, shuffled_index(self.seed, counter, self.size)
-        place = counter - EVALUATION
+            return self.training, self.places.training(counter)
+        place = self.places.held_out(counter - EVALUATION)
         return self.validation, place if self.is_by_place else shuffled_index(self.seed, place, self.validation_size)
 
     def _isolate(self, sample: dict[str, np.ndarray], stream: DocumentStream, start: int) -> None:

@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 from shardwise.data.compressed import opened_text
 from shardwise.data.corpus import find_corpus
 from shardwise.job.schema import Job
-from shardwise.testing.oracle_data import NOT_COUNTED, Rows, mixed, shuffled_index
+from shardwise.testing.oracle_corpus import is_kept
+from shardwise.testing.oracle_data import NOT_COUNTED, Places, Rows, mixed
 
 Row = tuple[list[int], list[bool]]  # token ids, and which are trained on
 Sample = list[Row]  # one row; of preferences that are trained on as such two, chosen and rejected
@@ -43,6 +44,7 @@ class RowSource:
         samples = [self._sample(row) for row in _rows_of_files(job)][: job.data.max_documents]
         training = self._training_samples(list(filter(self._stays, samples)))
         self.sequences = self._placed([self._cut(sample) for sample in training])
+        self.places = Places(self.seed, len(self.sequences))
 
     def _sample(self, row: dict[str, Any]) -> Sample:
         if not self.job.reads_pairs:
@@ -65,7 +67,7 @@ class RowSource:
 
     def rows(self, counters: Sequence[int]) -> Rows:
         """Return the samples of these counters."""
-        chosen = [self.sequences[shuffled_index(self.seed, counter, len(self.sequences))] for counter in counters]
+        chosen = [self.sequences[self.places.training(counter)] for counter in counters]
         stacked = {
             key: torch.tensor([self._columns(sequence)[key] for sequence in chosen])
             for key in ("input_ids", "labels", "position_ids", "documents")
@@ -200,11 +202,15 @@ def _message(value: dict[str, Any]) -> dict[str, Any]:
 
 def _rows_of_files(job: Job) -> Iterator[dict[str, Any]]:
     for path in find_corpus(job.data).files:
-        if path.is_dir():
-            dataset: Any = load_from_disk(str(path))
-            yield from dataset["train"] if isinstance(dataset, DatasetDict) else dataset
-        elif path.suffix == ".parquet":
-            yield from pq.read_table(path).to_pylist()
-        else:
-            with opened_text(path) as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
+        yield from (row for row in _rows_of_file(path) if is_kept(row, job.data.filter))
+
+
+def _rows_of_file(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_dir():
+        dataset: Any = load_from_disk(str(path))
+        yield from dataset["train"] if isinstance(dataset, DatasetDict) else dataset
+    elif path.suffix == ".parquet":
+        yield from pq.read_table(path).to_pylist()
+    else:
+        with opened_text(path) as lines:
+            yield from (json.loads(line) for line in lines if line.strip())

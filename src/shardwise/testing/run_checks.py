@@ -12,13 +12,16 @@ from unittest import mock
 
 from torch import Tensor
 
+from shardwise.data.mixture import Mixture, source_seed
 from shardwise.data.order import order
+from shardwise.job.schema import Job
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Difference
 from shardwise.testing.copies import buffer_digests, digest_of, gathered
 from shardwise.testing.oracle import scheduled_rate
 from shardwise.testing.oracle_data import shuffled_index
+from shardwise.testing.oracle_mixture import DefinedMixture
 from shardwise.training.session import Session
 from shardwise.training.setup import AssembledJob
 
@@ -43,7 +46,12 @@ def compare_schedule(session: Session) -> list[Difference]:
 
 def compare_order(run: AssembledJob) -> list[Difference]:
     """Look for samples that an epoch repeats or leaves out, and for others than the definition's in two epochs."""
-    seed, size = run.plan.job.training.seed, len(run.data.train)
+    if isinstance(run.data.train, Mixture):
+        return _compare_mixture(run.data.train, run.plan.job)
+    return _compare_permutation(run.plan.job.training.seed, len(run.data.train))
+
+
+def _compare_permutation(seed: int, size: int) -> list[Difference]:
     count = min(size, MOST_SAMPLES)
     read = [order(seed, counter, size) for counter in range(count)]
     repeated = count - len(set(read))
@@ -57,6 +65,20 @@ def compare_order(run: AssembledJob) -> list[Difference]:
         Difference(0, "order", name, math.inf if repeated or outside else 0.0, 0.0),
         Difference(0, "defined order", sentence, math.inf if sentence else 0.0, 0.0),
     ]
+
+
+def _compare_mixture(mixture: Mixture, job: Job) -> list[Difference]:
+    """Do so for each source, and look for samples of another source, or place in it, than the definition's."""
+    differences = []
+    for name, split in zip(mixture.names, mixture.splits, strict=True):
+        differences += _compare_permutation(source_seed(job.training.seed, name), len(split))
+    right = DefinedMixture(job, dict(zip(mixture.names, map(len, mixture.splits), strict=True)))
+    others = (c for c in range(MOST_DEFINED) if mixture.place_of(c) != right.place_of(c))
+    other = next(others, None)
+    sentence = (
+        "" if other is None else f"sample {other} of the run is not of the source, or not the one, that is defined"
+    )
+    return [*differences, Difference(0, "defined order", sentence, math.inf if sentence else 0.0, 0.0)]
 
 
 @contextmanager

@@ -110,4 +110,8 @@ def data_facts(assembled: AssembledJob) -> dict[str, Any]:
         return {"corpus": "batches of the caller's own", "content": "", "tokenizer": None, "split": None, "order": ""}
     facts = data.describe()
     order = f"seed {assembled.plan.job.training.seed}, {len(data.train)} sequences"
-    return {key: facts.get(key) for key in ("corpus", "content", "tokenizer", "split")} | {"order": order}
+    kept = {key: facts.get(key) for key in ("corpus", "content", "tokenizer", "split")} | {"order": order}
+    if not data.sources:
+        return kept
+    order = f"seed {assembled.plan.job.training.seed}, sources"
+    return kept | {"content": "of sources", "order": order, "sources": facts["sources"]}

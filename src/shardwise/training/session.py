@@ -31,7 +31,7 @@ from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase, 
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
 from shardwise.data.packed_rows import PackedRows
-from shardwise.data.state import SAMPLES, ConsumedSamples, DataState
+from shardwise.data.state import OF_SOURCE, SAMPLES, DataState, data_state
 from shardwise.errors import ConfigError, require_type
 from shardwise.job.schema import Job
 from shardwise.job.sources import Source, load_job
@@ -59,7 +59,7 @@ from shardwise.training.own_batches import Microbatch, as_batches, objective_for
 from shardwise.training.recent_loss import RecentLoss
 from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
 from shardwise.training.step import EvaluationResult, StepResult, evaluate, train_step
-from shardwise.training.step_record import step_record
+from shardwise.training.step_record import sources_read, step_record
 
 
 @dataclass
@@ -69,6 +69,7 @@ class TrainingResult:
     `training_loss` is the mean of the last `averaged_steps` steps, as many as one evaluation has batches, each before
     its update. `stopped` is why the run was ended before its last step, and `early_stop` why it came to its end there,
     if one of them was. `metrics` are the numbers of its last evaluation, with those that callbacks added on this rank.
+    `sources` are the samples, share and passes of each source of the data; of one corpus under the name `data`.
     """
 
     validation_loss: float | None
@@ -82,6 +83,7 @@ class TrainingResult:
     stopped: str | None = None
     early_stop: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Session:
@@ -173,7 +175,7 @@ class Session:
         self.callbacks = CallbackList(callbacks, self.rank)
         self.checkpoints = RunCheckpoints(assembled)
         self._exit.callback(self.checkpoints.close)
-        self._data_state: DataState | None = ConsumedSamples(assembled.stream) if has_data else None
+        self._data_state: DataState | None = data_state(assembled.stream) if has_data else None
         self._recent = RecentLoss(assembled.evaluation_batches if has_data else self.job.training.evaluate_batches)
         notes = [*self.plan.notes, *(assembled.data.notes() if has_data else [])]
         self.notes += [f"note: {note}" for note in notes]
@@ -344,8 +346,10 @@ class Session:
     def _exact_matches(self) -> dict[str, float]:
         """Return what the job's `evaluation.answers` come to."""
         count, data = self.job.evaluation.answers, self.assembled.data
-        if not count or not isinstance(data.validation, PackedRows):
+        if not count or not self.job.data.has_rows:
             return {}
+        if not isinstance(data.validation, PackedRows):  # of several sources, each of which is a set
+            return exact_matches(self.model, None, data.sets, count)
         return exact_matches(self.model, data.validation, data.sets, count)
 
     def _of_ema(self, objective: Objective) -> dict[str, EvaluationResult]:
@@ -391,8 +395,9 @@ class Session:
         self.progress, notes = self.checkpoints.restore()
         self.early_stop = early_stop(self.progress, self.job.evaluation)
         self.notes += notes
-        if self._data_state is not None:
-            self._data_state.load_state_dict({SAMPLES: self.progress.samples})
+        if self._data_state is not None and self.progress.samples:
+            of_sources = {f"{OF_SOURCE}{name}": count for name, count in self.progress.sources.items()}
+            self._data_state.load_state_dict({SAMPLES: self.progress.samples, **of_sources})
         return self.progress.step
 
     def end(self, stopped: str | None = None) -> TrainingResult:
@@ -426,6 +431,7 @@ class Session:
             stopped=stopped,
             early_stop=self.early_stop,
             metrics={key: value for key, value in self.evaluated.items() if isinstance(value, float)},
+            sources={} if data is None else sources_read(data, self.progress),
         )
 
     def note(self, text: str, record: Record | None = None) -> None:
@@ -490,12 +496,15 @@ class Session:
         """Count what the step has consumed."""
         before = self.progress
         self._recent.add(result)
-        samples = before.samples + rows_of_all_ranks(batches, self.assembled)
+        samples, sources = before.samples + rows_of_all_ranks(batches, self.assembled), before.sources
         if self._data_state is not None:
-            samples = self._data_state.state_dict()[SAMPLES]
+            state = self._data_state.state_dict()
+            samples = state.pop(SAMPLES)
+            sources = {key.removeprefix(OF_SOURCE): count for key, count in state.items()}
         self.progress = Progress(
             step=before.step + 1,
             samples=samples,
+            sources=sources,
             tokens=before.tokens + result.count,
             skipped=before.skipped + result.skipped,
             skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,
@@ -573,7 +582,7 @@ def _named(suffix: str, result: EvaluationResult) -> Record:
 
 def _names_data(job: Job) -> bool:
     """Return whether the data section says where data is, rather than only how long sequences are."""
-    return bool({"path", "format", "factory"} & job.data.model_fields_set)
+    return bool({"path", "format", "factory", "sources"} & job.data.model_fields_set)
 
 
 def _joined(job: Job, facts: ModelFacts) -> Any:

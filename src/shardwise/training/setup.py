@@ -164,6 +164,8 @@ def assemble(
         check_same_data(data, device)
     world = current_world(device)
     plan = resolve(job, world, facts, None if data is None else len(data.train))
+    if data is not None:
+        check_passes(plan, data)
     layout = Layout.from_plan(plan, dist.get_rank())
     seed = job.training.seed
     choose_algorithms(job.training.deterministic)
@@ -276,6 +278,20 @@ def check_whole_batches(plan: Plan, data: TokenData) -> None:
                 f"{name} has {len(split)} samples, fewer than training.sequences_per_step={plan.sequences_per_step}, "
                 f"and a mean loss cannot leave out padding; raise data.validation_fraction, or {remedy}"
             )
+
+
+def check_passes(plan: Plan, data: TokenData) -> None:
+    """Refuse more steps than the passes of `data.sources` have samples for.
+
+    Raises:
+        ConfigError: with the steps that they have.
+    """
+    job, samples, needed = plan.job, len(data.train), plan.steps * plan.sequences_per_step
+    if job.training.epochs is None and any(source.repeat for source in job.data.sources) and needed > samples:
+        raise ConfigError(
+            f"training.steps={plan.steps} needs {needed:,} samples, and repeat of data.sources gives {samples:,}; use "
+            f"training.epochs 1, at most {samples // plan.sequences_per_step} steps, or weight in the place of repeat"
+        )
 
 
 def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.manifest import Progress
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import step_times
+from shardwise.data.token_data import TokenData
 from shardwise.observe.memory import peak_memory_bytes
 from shardwise.observe.metrics import Record
 from shardwise.planner.constants.hardware import peak_tflops
@@ -52,7 +53,21 @@ def step_record(
         record |= {"expert_load": max(result.routers.load.values()), "idle_experts": result.routers.idle}
         record |= {"balancing_loss": result.routers.balancing_loss} if plan.balancing_coefficient else {}
     record |= result.metrics
+    if assembled.given_data is not None and assembled.given_data.sources:
+        read = sources_read(assembled.given_data, progress)
+        record |= {f"passes/{name}": source["passes"] for name, source in read.items()}
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
+
+
+def sources_read(data: TokenData, progress: Progress) -> dict[str, dict[str, float]]:
+    """Return how much of each source of the data a run has read; of one corpus under the name `data`."""
+    sizes = {source.name: len(source.data.train) for source in data.sources} or {"data": len(data.train)}
+    counts = {name: progress.sources.get(name, 0) for name in sizes} if data.sources else {"data": progress.samples}
+    total = sum(counts.values()) or 1
+    return {
+        name: {"samples": count, "share": count / total, "passes": count / sizes[name], "sequences": sizes[name]}
+        for name, count in counts.items()
+    }
 
 
 def _rank_figures(assembled: AssembledJob, seconds: float) -> Record:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shardwise.job.data_section import ROW_FORMATS
+from shardwise.job.mixture import fault_of
 from shardwise.model.added_tokens import frozen_embeddings
-from shardwise.plan.draft import Draft
+from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
 
@@ -15,7 +16,7 @@ TRAINABLE_PARTS = {  # of the rows of each format
     "prompt_completion": ("auto", "completion", "all"),
     "preference": ("auto", "completion"),
 }
-TEXT_KEYS = ("tokenizer", "vocabulary_size", "added_tokens", "field", "isolate_documents", "max_documents")
+TEXT_KEYS = ("tokenizer", "vocabulary_size", "added_tokens", "field", "isolate_documents", "max_documents", "filter")
 
 
 def data_from_factory(d: Draft) -> bool:
@@ -38,11 +39,49 @@ def _thaw(d: Draft) -> str:
     return f"set adapter.modules_to_save to {[*d.adapter.modules_to_save, *modules]}"
 
 
+def _trains_other_part(d: Draft) -> bool:
+    return any(d.data.train_on not in TRAINABLE_PARTS[name] for name in d.data.row_formats)
+
+
+def _parts_of_all(d: Draft) -> list[str]:
+    """The values of train_on that all formats of the rows have."""
+    first, *others = (TRAINABLE_PARTS[name] for name in d.data.row_formats)
+    return [part for part in first if all(part in parts for parts in others)]
+
+
+def _because(d: Draft) -> str:
+    fault = fault_of(d.job)
+    return fault.because if fault else ""
+
+
+def _way_out(d: Draft) -> str:
+    fault = fault_of(d.job)
+    return fault.fix if fault else ""
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("one-corpus", ("data.path", "data.factory"), "data comes from one of them",
          lambda d: d.data.path is not None and data_from_factory(d),
          fix="keep one"),
+    *(Rule(f"sources-{key.replace('_', '-')}", (f"data.{key}", "data.sources"),
+           f"{key} is of one corpus, and each of the sources has its own",
+           lambda d, key=key: d.data.sources and changed(d.job, f"data.{key}"),
+           fix="leave one out" if key in ("path", "factory") else f"leave data.{key} out, and give it to a source")
+      for key in ("path", "factory", "format", "field", "filter")),
+    Rule("sources", ("data.sources",), "sources have names, and all of them weights or all of them passes",
+         lambda d: fault_of(d.job) is not None,
+         fix="give each a name, and weight or repeat to all",
+         because=_because,
+         use=_way_out),
+    Rule("sources-precomputed", ("training.dpo.precompute_reference", "data.sources"),
+         "a reference is run ahead of training for the pairs of one corpus",
+         lambda d: d.data.sources and d.training.dpo.precompute_reference,
+         fix="leave precompute_reference out"),
+    idle("curriculum", "data.curriculum", "it changes the weights of data.sources, and there are none",
+         lambda d: not d.data.sources),
+    idle("change-sources", "checkpoint.change_sources", "it is of data.sources, and there are none",
+         lambda d: not d.data.sources),
     Rule("data-factory-format", ("data.format", "data.factory"), "a data.factory has no other format",
          lambda d: data_from_factory(d) and d.data.format not in ("auto", "factory"),
          fix="use format factory"),
@@ -95,9 +134,9 @@ RULES: tuple[Rule, ...] = (
            lambda d: not d.data.has_rows,
            "set data.format to chat, prompt_completion or preference, or leave it out") for key in ROW_KEYS),
     Rule("train-on", ("data.format", "data.train_on"), "a format has parts of its own that can be trained on",
-         lambda d: d.data.has_rows and d.data.train_on not in TRAINABLE_PARTS[d.data.format],
+         _trains_other_part,
          fix="use data.train_on auto",
-         use=lambda d: f"use data.train_on {one_of(TRAINABLE_PARTS[d.data.format])}"),
+         use=lambda d: f"use data.train_on {one_of(_parts_of_all(d))}"),
     Rule("rows-task", ("data.format", "model.task"), "what is trained on are next tokens of a causal language model",
          lambda d: d.data.has_rows and d.model.task != "causal_lm",
          fix="use model.task causal_lm"),

@@ -24,6 +24,11 @@ def _objective_fix(d: Draft) -> str:
     return "use objective auto, or a data.format of conversations"
 
 
+def _is_of_other_objective(d: Draft) -> bool:
+    formats = d.data.row_formats or [d.data.format]
+    return any(name not in DATA_OF_OBJECTIVES.get(d.training.objective, formats) for name in formats)
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     *(idle(f"factory-{key.replace('_', '-')}", f"training.{key}", "a module of model.factory brings its own loss",
@@ -36,7 +41,7 @@ RULES: tuple[Rule, ...] = (
     Rule("objective-data", ("training.objective", "data.format"),
          "sft is for conversations and pairs, dpo for preferences, pretraining for documents and samples of a "
          "data.factory",
-         lambda d: d.data.format not in DATA_OF_OBJECTIVES.get(d.training.objective, (d.data.format,)),
+         _is_of_other_objective,
          fix="use objective auto",
          use=_objective_fix),
     *(idle(f"dpo-{key.replace('_', '-')}", f"training.dpo.{key}", "it is for training.objective dpo alone",
