@@ -11,6 +11,7 @@ from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.packing import Windows
+from shardwise.data.shared_manifest import find_shared
 from shardwise.data.split import TokenStream
 from shardwise.data.store import digest
 from shardwise.data.token_data import TokenData
@@ -22,7 +23,7 @@ from shardwise.job.schema import Job
 def job_of_set(job: Job, path: str, own: TokenData) -> Job:
     """Return the job that reads a set: with the tokenizer and the format of the data that are trained on."""
     name = data_format(job.data)
-    is_found = name in ROW_FORMATS or name == "tokens"
+    is_found = name in ROW_FORMATS or (name == "tokens" and find_shared(job.data) is None)
     keys = {"path": path, "max_documents": None, "format": name if is_found else "auto"}
     if job.data.tokenizer is None and job.model.path is None and own.tokenizer_directory is not None:
         keys["tokenizer"] = own.tokenizer_directory  # it was trained on the job's own data

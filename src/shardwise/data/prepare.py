@@ -21,6 +21,8 @@ from shardwise.data.factory import open_samples
 from shardwise.data.packing import Masking, Spans, split_windows
 from shardwise.data.parallel_tokenize import parts_removed_if_refused, remove_parts
 from shardwise.data.row_cache import prepare_rows
+from shardwise.data.shared_manifest import find_shared
+from shardwise.data.shared_tokens import check_shared, tokenizer_of
 from shardwise.data.split import TokenCorpus, document_hash, split_rule
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.token_data import TokenData
@@ -53,6 +55,10 @@ def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda tex
 def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     if data_format(job.data) == "factory":
         return _from_factory(job, model_vocabulary)
+    shared = find_shared(job.data)
+    if shared is not None:
+        check_shared(shared, job, say)
+        return open_tokens(shared.directory, job, model_vocabulary, tokenizer_of(shared))
     corpus = find_corpus(job.data)
     source = find_tokenizer(job, corpus, model_vocabulary, say)
     if corpus.format in ROW_FORMATS:
