@@ -108,27 +108,32 @@ CONTENDERS: dict[str, Callable[[list[Path], Path, Path], None]] = {
 }
 
 
-def timed(name: str, files: list[Path], tokenizer: Path) -> float:
-    """Return the seconds of a contender in a process of its own, whose imports do not count."""
-    import datasets  # noqa: F401
-    import transformers  # noqa: F401
-
-    import shardwise.data.prepare  # noqa: F401
-
-    sys.stdout.flush()
+def in_child(function: Callable[..., None], *arguments: object) -> float:
+    """Return the seconds of a function in a fork of its own: the threads of tokenizers do not outlive a fork."""
     reader, writer = os.pipe()
+    sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        with tempfile.TemporaryDirectory(dir=tokenizer.parent) as work:
-            began = time.perf_counter()
-            CONTENDERS[name](files, tokenizer, Path(work))
-            os.write(writer, repr(time.perf_counter() - began).encode())
+        began = time.perf_counter()
+        function(*arguments)
+        os.write(writer, repr(time.perf_counter() - began).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
         seconds = answer.read()
     os.waitpid(child, 0)
     return float(seconds)
+
+
+def timed(name: str, files: list[Path], tokenizer: Path) -> float:
+    """Return the seconds of a contender in a process that has imported what all need."""
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+
+    import shardwise.data.prepare  # noqa: F401
+
+    with tempfile.TemporaryDirectory(dir=tokenizer.parent) as work:
+        return in_child(CONTENDERS[name], files, tokenizer, Path(work))
 
 
 def main() -> None:
@@ -143,7 +148,7 @@ def main() -> None:
         corpus, tokenizer = Path(directory, "corpus"), Path(directory, "tokenizer")
         corpus.mkdir()
         files = gather(corpus, options.megabytes * 10**6)
-        train(files, tokenizer)
+        in_child(train, files, tokenizer)
         for number in range(options.rounds):
             names = list(CONTENDERS)
             for name in names[number % len(names) :] + names[: number % len(names)]:
