@@ -1,4 +1,4 @@
-"""The command line: `shardwise train`, `verify`, `data show`, `run`, `export`, `checkpoint`, `plan`, `bench` and more.
+"""The command line: `shardwise train`, `verify`, `data`, `run`, `export`, `checkpoint`, `plan`, `bench` and more.
 
 Words of the form `--section.key value` are keys of the job and are taken out before argparse sees the rest. A user's
 mistake ends as one message on stderr and the error's exit code, never as a traceback. Heavy imports happen inside the
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from shardwise import __version__
 from shardwise.commands import data as data_cli
+from shardwise.commands import data_prepare as prepare_cli
+from shardwise.commands import data_stats as stats_cli
 from shardwise.commands import engine as engine_cli
 from shardwise.commands import evaluate as evaluate_cli
 from shardwise.commands import inspect as inspect_cli
@@ -322,6 +324,20 @@ COMMANDS = {
         "where rows or documents begin, padding. Tokenizes the corpus, unless the cache has it; trains nothing.",
         data_cli.show_options,
         data_cli.run_data_show,
+    ),
+    "data prepare": Command(
+        "tokenize a job's corpus, for other machines too",
+        "Tokenize the corpus of a job into the cache, by a process for each core. With --output: also as a directory\n"
+        "with the tokenizer and a hash of each file, which `data.path` takes on any machine. Killed, it goes on.",
+        prepare_cli.prepare_options,
+        prepare_cli.run_data_prepare,
+    ),
+    "data stats": Command(
+        "count the documents and tokens of a job's corpus",
+        "Count the documents or rows of a job's corpus and their tokens: lengths, what is cut or left out at\n"
+        "data.sequence_length, the share of the vocabulary that occurs, documents that are equal.",
+        stats_cli.stats_options,
+        stats_cli.run_data_stats,
     ),
     "evaluate": Command(
         "give a checkpoint's model the tasks of lm-eval",

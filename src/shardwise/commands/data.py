@@ -73,7 +73,7 @@ def run_data_show(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     data = prepare_data(job, plan_with_facts(job)[1], say_note)
     for note in data.notes():
         say_note(note)
-    console, tokenizer = output_console(), _tokenizer(job, data)
+    console, tokenizer = output_console(), opened_tokenizer(job, data)
     for counter in range(options.samples):
         rows = list(sample_rows(data, job, counter))
         targets, padding = sum(sum(row.trained) for row in rows), sum(len(row.ids) for row in rows if row.is_padding)
@@ -86,7 +86,8 @@ def run_data_show(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     return 0
 
 
-def _tokenizer(job: Job, data: TokenData) -> PreTrainedTokenizerBase | None:
+def opened_tokenizer(job: Job, data: TokenData) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that the tokens of a job are of; None where there is none."""
     from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 
     if data.tokenizer_directory is None:

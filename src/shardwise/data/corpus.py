@@ -23,6 +23,7 @@ from shardwise.data.conversations import COLUMNS, format_of_columns, texts_of
 from shardwise.data.generated import generated_rows, is_function
 from shardwise.data.readers import BESIDE_TOKENS, ROWS, Row, known_columns, pieces, text_file, text_pieces, token_ids
 from shardwise.data.row_filter import RowFilter
+from shardwise.data.shared_manifest import find_shared
 from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import ROW_FORMATS, DataSection, DataSource
@@ -112,7 +113,17 @@ class Corpus:
 
 
 def data_format(data: DataSection) -> str:
-    """`data.format` with `auto` resolved; refuses keys that contradict each other."""
+    """`data.format` with `auto` resolved; refuses keys that contradict each other.
+
+    A directory of `shardwise data prepare` holds `tokens`.
+    """
+    if find_shared(data) is not None:
+        if data.format not in ("auto", "tokens") or data.factory is not None:
+            raise ConfigError(
+                f"data.path={data.path!r} holds tokens that are made, which data.format={data.format} and data.factory "
+                "do not read; leave them out"
+            )
+        return "tokens"
     if data.format == "auto":
         name = "factory" if data.factory else "stdlib" if data.path is None else _infer(data)
     else:

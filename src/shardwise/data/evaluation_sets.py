@@ -11,6 +11,7 @@ from shardwise.data.corpus import data_format, data_of_source
 from shardwise.data.mixture import Mixture
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.packing import Windows
+from shardwise.data.shared_manifest import find_shared
 from shardwise.data.split import TokenStream
 from shardwise.data.store import digest
 from shardwise.data.token_data import TokenData
@@ -23,7 +24,7 @@ def job_of_set(job: Job, path: str, own: TokenData) -> Job:
     """Return the job that reads a set: with the tokenizer and the format of the data that are trained on."""
     of_one = data_of_source(job.data, job.data.sources[0]) if job.data.sources else job.data
     name = data_format(of_one)
-    is_found = name in ROW_FORMATS or name == "tokens"
+    is_found = name in ROW_FORMATS or (name == "tokens" and find_shared(of_one) is None)
     keys = {"path": path, "max_documents": None, "format": name if is_found else "auto", "filter": None}
     if job.data.tokenizer is None and job.model.path is None and own.tokenizer_directory is not None:
         keys["tokenizer"] = own.tokenizer_directory  # it was trained on the job's own data

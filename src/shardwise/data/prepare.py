@@ -7,11 +7,10 @@ and open the same memory-mapped files, so nodes need not share a file system. `T
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,16 +19,20 @@ from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.evaluation_sets import open_sets
 from shardwise.data.factory import open_samples
 from shardwise.data.packing import Masking, Spans, split_windows
+from shardwise.data.parallel_tokenize import parts_removed_if_refused, remove_parts
 from shardwise.data.row_cache import prepare_rows
+from shardwise.data.shared_manifest import find_shared
+from shardwise.data.shared_tokens import check_shared, tokenizer_of
 from shardwise.data.sources import prepare_sources
 from shardwise.data.split import TokenCorpus, document_hash, split_rule
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.token_data import TokenData
+from shardwise.data.tokenize_progress import TokenizeProgress
+from shardwise.data.tokenized_text import tokenized_pieces
 from shardwise.data.tokenizer import (
     TokenizerFacts,
     TokenizerSource,
     check_vocabulary,
-    encode,
     facts_of,
     find_tokenizer,
     load_tokenizer,
@@ -38,14 +41,9 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import ROW_FORMATS
 from shardwise.job.schema import Job
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Say = Callable[[str], None]
 
 VERSION = 4  # of the cached layout and of what is refused when it is built; part of the cache key
-GROUP_CHARACTERS = 1 << 21  # text that is tokenized in one call
-SECONDS_BETWEEN_REPORTS = 5.0
 TOKENS, DOCUMENTS, HASHES = "tokens.arrow", "documents.arrow", "hashes.arrow"
 
 
@@ -62,6 +60,10 @@ def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda tex
 def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     if data_format(job.data) == "factory":
         return _from_factory(job, model_vocabulary)
+    shared = find_shared(job.data)
+    if shared is not None:
+        check_shared(shared, job, say)
+        return open_tokens(shared.directory, job, model_vocabulary, tokenizer_of(shared))
     corpus = find_corpus(job.data)
     source = find_tokenizer(job, [corpus], model_vocabulary, say)
     if corpus.format in ROW_FORMATS:
@@ -71,7 +73,9 @@ def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     directory = cache_root(job.data.cache_directory) / "tokens" / key
     if (directory / COMPLETE).is_file():
         say(f"tokens of {corpus.describe()} are cached in {directory}")
-    build_once(directory, lambda target: _build(target, corpus, source, model_vocabulary, say), say)
+    parts = directory.with_name(f"{key}.parts")
+    build_once(directory, lambda target: _build(target, parts, corpus, source, model_vocabulary, say), say)
+    remove_parts(parts)
     return open_tokens(directory, job, model_vocabulary, source)
 
 
@@ -174,9 +178,9 @@ def _spans(job: Job, tokenizer: TokenizerFacts | None) -> Spans | None:
 
 
 def _build(
-    target: Path, corpus: Corpus, source: TokenizerSource | None, model_vocabulary: int | None, say: Say
+    target: Path, parts: Path, corpus: Corpus, source: TokenizerSource | None, model_vocabulary: int | None, say: Say
 ) -> None:
-    """Write tokens, document starts and their description into `target`."""
+    """Write tokens, document starts and their description into `target`; `parts` stays where this is cut off."""
     tokenizer = load_tokenizer(source) if source else None
     facts = facts_of(tokenizer) if tokenizer else None
     if facts and source:
@@ -184,13 +188,15 @@ def _build(
     limit = facts.vocabulary_size if facts else model_vocabulary
     say(f"tokenizing {corpus.describe()}")
     documents: Iterator[tuple[np.ndarray, bool]]
-    if corpus.format == "tokens":
-        documents = ((ids, True) for ids in corpus.token_rows(limit))
-    else:
-        assert tokenizer is not None  # find_tokenizer trains one for text
-        documents = _encoded(corpus, tokenizer)
-    known: dict[str, Any] = {"corpus": corpus.describe(), "tokenizer": asdict(facts) if facts else None}
-    known |= _write_columns(target, documents, facts.eos_id if facts else None, say)
+    with TokenizeProgress(corpus.size, "documents", say) as progress, parts_removed_if_refused(parts):
+        if corpus.format == "tokens":
+            documents = ((ids, True) for ids in corpus.token_rows(limit))
+        else:
+            assert tokenizer is not None  # find_tokenizer trains one for text
+            assert source is not None
+            documents = tokenized_pieces(corpus, tokenizer, source, parts, progress)
+        known: dict[str, Any] = {"corpus": corpus.describe(), "tokenizer": asdict(facts) if facts else None}
+        known |= _write_columns(target, documents, facts.eos_id if facts else None, progress)
     if not known["tokens"]:
         raise DataError(corpus.emptiness("token"))
     say(f"{known['documents']:,} documents, {known['tokens']:,} tokens")
@@ -198,7 +204,7 @@ def _build(
 
 
 def _write_columns(
-    target: Path, documents: Iterator[tuple[np.ndarray, bool]], end: int | None, say: Say
+    target: Path, documents: Iterator[tuple[np.ndarray, bool]], end: int | None, progress: TokenizeProgress
 ) -> dict[str, Any]:
     """Write the token ids of all documents, where each starts and what it hashes to; return what sums them up."""
     largest, at_start, content = -1, True, document_hash()
@@ -207,7 +213,7 @@ def _write_columns(
         ColumnWriter(target / DOCUMENTS, np.int64) as starts,
         ColumnWriter(target / HASHES, np.uint64) as hashes,
     ):
-        for ids, last in _ended(_reported(documents, starts, tokens, say), end):
+        for ids, last in _ended(_reported(documents, starts, tokens, progress), end):
             if at_start:
                 starts.extend([tokens.length])
             tokens.extend(ids)
@@ -243,32 +249,12 @@ def _ended(documents: Iterator[tuple[np.ndarray, bool]], end: int | None) -> Ite
 
 
 def _reported(
-    documents: Iterator[tuple[np.ndarray, bool]], starts: ColumnWriter, tokens: ColumnWriter, say: Say
+    documents: Iterator[tuple[np.ndarray, bool]],
+    starts: ColumnWriter,
+    tokens: ColumnWriter,
+    progress: TokenizeProgress,
 ) -> Iterator[tuple[np.ndarray, bool]]:
-    """The same pieces; `say` hears every few seconds how much has been written."""
-    next_report = time.monotonic() + SECONDS_BETWEEN_REPORTS
+    """The same pieces; `progress` hears how much has been written."""
     for piece in documents:
         yield piece
-        if time.monotonic() > next_report:
-            say(f"tokenizing: {starts.length:,} documents, {tokens.length:,} tokens")
-            next_report = time.monotonic() + SECONDS_BETWEEN_REPORTS
-
-
-def _encoded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[np.ndarray, bool]]:
-    """(token ids, is the document's last piece) of the corpus, many pieces in one call of the tokenizer."""
-    for group in _groups(corpus):
-        for ids, (_, last) in zip(encode(tokenizer, [text for text, _ in group]), group, strict=True):
-            yield np.asarray(ids, dtype=np.int64), last
-
-
-def _groups(corpus: Corpus) -> Iterator[list[tuple[str, bool]]]:
-    group: list[tuple[str, bool]] = []
-    size = 0
-    for text, last in corpus.texts():
-        group.append((text, last))
-        size += len(text)
-        if size >= GROUP_CHARACTERS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+        progress.advance(starts.length, tokens.length)

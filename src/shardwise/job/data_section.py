@@ -74,8 +74,8 @@ class DataSection(Section):
 
     path: UserPath | None = Field(
         default=None,
-        description="File, directory or glob; or `package.module:function` of your own that returns rows. Unset with "
-        "`format: auto`: `stdlib`.",
+        description="File, directory or glob; a directory or URL of `shardwise data prepare`; or "
+        "`package.module:function` of your own that returns rows. Unset with `format: auto`: `stdlib`.",
     )
     format: DataFormat = Field(
         default="auto",

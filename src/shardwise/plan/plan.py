@@ -498,8 +498,8 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
 def _source_notes(draft: Draft) -> Iterator[str]:
     if draft.job.checkpoint.change_sources:
         yield (
-            "checkpoint.change_sources: the run goes on from a checkpoint of other data.sources or weights; each source "
-            "goes on where the checkpoint has it, a new one begins, and from there on these shares hold."
+            "checkpoint.change_sources: the run goes on from a checkpoint of other data.sources or weights. Each "
+            "source goes on where the checkpoint has it, a new one begins, and from there on these shares hold."
         )
 
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from shardwise.data.compressed import opened_text
 from shardwise.data.corpus import Corpus, find_corpus
+from shardwise.data.shared_manifest import find_shared
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job
 from shardwise.testing.comparison import Difference
@@ -29,7 +30,8 @@ LONG = -1  # stands for the ids of a document that is passed over
 
 def compare_corpus(job: Job, directory: str | None, tokenizer_directory: str | None) -> list[Difference]:
     """Compare the first documents of the cache in `directory` with the files of `data.path`; nothing of other kinds."""
-    corpus = None if directory is None or job.data.has_rows else find_corpus(job.data)
+    has_no_files = directory is None or job.data.has_rows or find_shared(job.data) is not None
+    corpus = None if has_no_files else find_corpus(job.data)
     if directory is None or corpus is None or corpus.container not in ("text", "jsonl"):
         return []
     tokenizer: Any = None if tokenizer_directory is None else AutoTokenizer.from_pretrained(tokenizer_directory)

@@ -1,0 +1,81 @@
+"""`shardwise data prepare JOB`: the corpus of a job as tokens, in the cache or in a directory for other machines."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, OutputError
+from shardwise.words import say_note
+
+
+def prepare_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `shardwise data prepare`."""
+    parser.add_argument("job", nargs="?", metavar="JOB.yaml", help="the job; left out: the embedded default")
+    parser.add_argument(
+        "--output", metavar="DIR", help="the directory or URL (s3://…) to make; it must not be there yet"
+    )
+
+
+def run_data_prepare(options: argparse.Namespace, keys: dict[str, Any]) -> int:
+    """Tokenize the corpus of a job, and leave it where it is asked for."""
+    from shardwise.commands.train import plan_with_facts
+    from shardwise.data.corpus import with_format
+    from shardwise.job.sources import read_job
+    from shardwise.training.setup import prepare_data
+
+    job, notes = read_job(options.job, keys)
+    job = with_format(job)
+    if job.data.factory is not None:
+        raise ConfigError(f"data.factory={job.data.factory!r} gives tensors, which are not tokenized")
+    if options.output is not None and job.data.has_rows:
+        raise ConfigError(
+            f"--output takes documents, and data.format={job.data.format} has rows of conversations, which other jobs "
+            "may render otherwise; leave --output out, and they are kept in the cache"
+        )
+    if options.output is not None:
+        _refuse_taken(options.output)
+    for note in notes:
+        say_note(note)
+    data = prepare_data(job, plan_with_facts(job)[1], say_note)
+    assert data.directory is not None  # only a factory's samples have none
+    tokenizer = None if data.tokenizer_directory is None else Path(data.tokenizer_directory)
+    if options.output is not None:
+        _leave(Path(data.directory), tokenizer, options.output)
+    print(f"{data.documents:,} documents, {data.tokens:,} tokens in {options.output or data.directory}")
+    return 0
+
+
+def _refuse_taken(output: str) -> None:
+    from shardwise.data.remote_tokens import is_taken, is_url
+
+    if is_taken(output) if is_url(output) else Path(output).exists():
+        raise OutputError(f"--output={output!r} is there already; give another, or remove it")
+
+
+def _leave(cached: Path, tokenizer: Path | None, output: str) -> None:
+    """Write the directory under another name first; behind a URL its manifest comes last."""
+    from shardwise.data.remote_tokens import is_url, send
+    from shardwise.data.shared_tokens import write_shared
+
+    target = Path(output).expanduser().absolute()
+    try:
+        if is_url(output):
+            with tempfile.TemporaryDirectory() as directory:
+                write_shared(cached, tokenizer, Path(directory))
+                return send(Path(directory), output)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
+        partial.mkdir()
+        try:
+            write_shared(cached, tokenizer, partial)
+            partial.rename(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise OutputError(f"--output={output!r} cannot be written: {error}; give another place") from error

@@ -1,0 +1,90 @@
+"""Directories of tokens behind a URL that fsspec opens: written file by file, and fetched once into the cache.
+
+Nothing there can be renamed, so a directory is complete when its manifest is there, which comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shardwise.cache import cache_root
+from shardwise.data.store import COMPLETE, build_once, digest
+from shardwise.errors import ConfigError, DataError
+
+PASSWORD = re.compile(r"(?<=://)[^/@:]*:[^/@]*(?=@)")
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is behind fsspec rather than on this host."""
+    return "://" in path
+
+
+@cache
+def fetched(url: str, cache_directory: str | None) -> Path | None:
+    """Return the directory in the cache with what is at `url`; None where there is no manifest."""
+    with _named(url):
+        system, root = _open(url)
+        if not system.exists(f"{root}/{COMPLETE}"):
+            return None
+        manifest = system.cat_file(f"{root}/{COMPLETE}")
+        directory = cache_root(cache_directory) / "shared" / digest(url, manifest)
+        build_once(directory, lambda target: _fetch(system, root, manifest, target), lambda text: None)
+    return directory
+
+
+def _fetch(system: Any, root: str, manifest: bytes, target: Path) -> None:
+    for name in json.loads(manifest)["shared"]["files"]:
+        (target / name).parent.mkdir(exist_ok=True)
+        system.get_file(f"{root}/{name}", str(target / name))
+    (target / COMPLETE).write_bytes(manifest)
+
+
+def send(directory: Path, url: str) -> None:
+    """Write a directory of tokens to `url`, its manifest last."""
+    with _named(url):
+        system, root = _open(url)
+        files = [path.relative_to(directory).as_posix() for path in sorted(directory.rglob("*")) if path.is_file()]
+        for name in sorted(files, key=lambda name: name == COMPLETE):
+            if not system.async_impl:  # object stores have no directories
+                system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+            system.put_file(str(directory / name), f"{root}/{name}")
+
+
+def is_taken(url: str) -> bool:
+    """Return whether there is a complete directory of tokens at `url`."""
+    with _named(url):
+        system, root = _open(url)
+        return bool(system.exists(f"{root}/{COMPLETE}"))
+
+
+def _open(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    if PASSWORD.search(url):  # it would stand in every message, and in what a run writes down
+        raise ConfigError(
+            f"{PASSWORD.sub('***', url)!r} holds a password; leave it to the environment or the configuration of "
+            "fsspec's package for the scheme"
+        )
+    system, root = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    return system, root.rstrip("/")
+
+
+@contextmanager
+def _named(url: str) -> Iterator[None]:
+    """Name what the packages below fsspec raise, which is of no common kind."""
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{url!r} cannot be reached: {type(error).__name__}: {error}; check the URL, its credentials and that "
+            "fsspec's package for the scheme is installed (`pip install 'shardwise[s3]'`)"
+        ) from error
