@@ -45,7 +45,9 @@ def run_data_stats(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
 def _table(parts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None) -> Table:
     """Return a table with a column for each part."""
-    table = Table("", *(Text(part["name"]) for part in parts))
+    table = Table("")
+    for part in parts:
+        table.add_column(Text(part["name"]))
     columns = [_cells(part, tokenizer) for part in parts]
     for name in columns[0]:
         table.add_row(name, *(Text(cells.get(name, "")) for cells in columns))

@@ -55,7 +55,7 @@ class HeardFile(io.FileIO):
 
 
 def _buffered(path: Path) -> io.BufferedReader:
-    return io.BufferedReader(HeardFile(path), READ_BYTES)
+    return io.BufferedReader(HeardFile(path), READ_BYTES)  # type: ignore[arg-type]
 
 
 def _open_zstandard(path: Path) -> Any:

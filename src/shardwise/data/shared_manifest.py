@@ -23,6 +23,12 @@ class SharedTokens:
     directory: Path
     known: dict[str, Any]
 
+    @property
+    def vocabulary(self) -> str | None:
+        """Hash of the tokenizer's files; None where there is none."""
+        value: str | None = self.known[SHARED]["vocabulary"]
+        return value
+
 
 def find_shared(data: DataSection) -> SharedTokens | None:
     """Return the directory of tokens that `data.path` names; None where it names something else.

@@ -29,8 +29,9 @@ OF_THE_CORPUS = ("field", "max_documents", "added_tokens", "vocabulary_size")  #
 
 def tokenizer_of(shared: SharedTokens) -> TokenizerSource | None:
     """Return the tokenizer beside the tokens; None where they were token ids without one."""
-    vocabulary = shared.known[SHARED]["vocabulary"]
-    return None if vocabulary is None else TokenizerSource(shared.directory / TOKENIZER, vocabulary, key="data.path")
+    if shared.vocabulary is None:
+        return None
+    return TokenizerSource(shared.directory / TOKENIZER, shared.vocabulary, key="data.path")
 
 
 def write_shared(cached: Path, tokenizer: Path | None, target: Path) -> None:
@@ -68,7 +69,7 @@ def check_shared(shared: SharedTokens, job: Job, say: Callable[[str], None]) -> 
 
 
 def _check_tokenizer(shared: SharedTokens, key: str, directory: Path) -> None:
-    given, own = vocabulary_hash(directory), shared.known[SHARED]["vocabulary"]
+    given, own = vocabulary_hash(directory), shared.vocabulary
     if given is not None and own is not None and given != own:
         raise DataError(
             f"data.path={str(shared.directory)!r} holds tokens of another tokenizer than {key}={str(directory)!r}; "

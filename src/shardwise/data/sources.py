@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from shardwise.data.corpus import Corpus, data_of_source, find_corpus
 from shardwise.data.mixture import Mixture
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.packing import Windows
+from shardwise.data.shared_manifest import SharedTokens, find_shared
 from shardwise.data.shares import Assignment
 from shardwise.data.store import digest
 from shardwise.data.token_data import SourceFacts, TokenData
@@ -55,15 +57,25 @@ def prepare_sources(
     if fault := fault_of(job):
         raise ConfigError(f"data.sources: {fault.because}; {fault.fix}")
     ordered = sorted(job.data.sources, key=lambda source: source.label)
-    corpora = [_within(source, lambda one=source: find_corpus(data_of_source(job.data, one))) for source in ordered]
-    _check_kinds(job, ordered, corpora)
-    tokenizer = _common_tokenizer(job, corpora, model_vocabulary, say)
+    found = [_within(source, partial(_found, job, source)) for source in ordered]
+    _check_kinds(job, ordered, found)
+    _check_vocabularies(ordered, found)
+    tokenizer = _common_tokenizer(job, found, model_vocabulary, say)
     prepared = []
-    for source, corpus in zip(ordered, corpora, strict=True):
-        data = data_of_source(job.data, source).model_copy(update=tokenizer | {"format": corpus.format})
+    for source, corpus in zip(ordered, found, strict=True):
+        data = data_of_source(job.data, source).model_copy(update=tokenizer | {"format": _format_of(corpus)})
         own = job.model_copy(update={"data": data})
-        prepared.append(_Prepared(source.label, source, own, _within(source, lambda one=own: read(one))))
+        prepared.append(_Prepared(source.label, source, own, _within(source, partial(read, own))))
     return _joined(job, prepared)
+
+
+def _found(job: Job, source: DataSource) -> Corpus | SharedTokens:
+    data = data_of_source(job.data, source)
+    return find_shared(data) or find_corpus(data)
+
+
+def _format_of(found: Corpus | SharedTokens) -> str:
+    return "tokens" if isinstance(found, SharedTokens) else found.format
 
 
 def _within(source: DataSource, read: Callable[[], Result]) -> Result:
@@ -74,15 +86,16 @@ def _within(source: DataSource, read: Callable[[], Result]) -> Result:
         raise type(error)(f"data.sources, {source.label}: {error}") from error
 
 
-def _check_kinds(job: Job, sources: Sequence[DataSource], corpora: Sequence[Corpus]) -> None:
+def _check_kinds(job: Job, sources: Sequence[DataSource], found: Sequence[Corpus | SharedTokens]) -> None:
     """Refuse sources that cannot stand in one batch.
 
     Raises:
         ConfigError: with the names of two of them.
     """
     kinds: dict[str, str] = {}
-    for source, corpus in zip(sources, corpora, strict=True):
-        kind = corpus.format if corpus.format in (*ROW_FORMATS, "tokens") else "documents"
+    for source, corpus in zip(sources, found, strict=True):
+        form = _format_of(corpus)
+        kind = form if form in (*ROW_FORMATS, "tokens") else "documents"
         kinds.setdefault("rows" if kind in ("chat", "prompt_completion") else kind, source.label)
     if len(kinds) == 1 or (_has_tokenizer(job) and kinds.keys() == {"documents", "tokens"}):
         return
@@ -94,15 +107,32 @@ def _check_kinds(job: Job, sources: Sequence[DataSource], corpora: Sequence[Corp
     )  # fmt: skip
 
 
+def _check_vocabularies(sources: Sequence[DataSource], found: Sequence[Corpus | SharedTokens]) -> None:
+    """Refuse directories of `shardwise data prepare` whose tokens are of two tokenizers.
+
+    Raises:
+        DataError: with the names of two of them.
+    """
+    labels = {
+        corpus.vocabulary: source.label
+        for source, corpus in zip(sources, found, strict=True)
+        if isinstance(corpus, SharedTokens) and corpus.vocabulary is not None
+    }
+    if len(labels) > 1:
+        one, other, *_ = labels.values()
+        raise DataError(f"data.sources: {one} and {other} hold tokens of two tokenizers; prepare both with one")
+
+
 def _has_tokenizer(job: Job) -> bool:
     return job.data.tokenizer is not None or job.model.path is not None
 
 
 def _common_tokenizer(
-    job: Job, corpora: Sequence[Corpus], model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, found: Sequence[Corpus | SharedTokens], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> dict[str, str]:
     """Return the key that names the tokenizer trained on all sources; none where there is another, or no text."""
-    if _has_tokenizer(job) or corpora[0].format == "tokens":
+    corpora = [corpus for corpus in found if isinstance(corpus, Corpus)]
+    if _has_tokenizer(job) or _format_of(found[0]) == "tokens":
         return {}
     trained = find_tokenizer(job, corpora, model_vocabulary, say)
     return {} if trained is None else {"tokenizer": str(trained.directory)}

@@ -16,7 +16,7 @@ def exact_matches(
     model: ParallelModel, validation: PackedRows | None, sets: Mapping[str, Windows | PackedRows], count: int
 ) -> dict[str, float]:
     """Return the exact match of the validation split, if it is one, and of each set by its name. Collective."""
-    splits = {} if validation is None else {EXACT_MATCH: validation}
+    splits: dict[str, Windows | PackedRows] = {} if validation is None else {EXACT_MATCH: validation}
     splits |= {f"{EXACT_MATCH}/{name}": split for name, split in sets.items()}
     return {name: exact_match(model, split, count) for name, split in splits.items() if isinstance(split, PackedRows)}
 

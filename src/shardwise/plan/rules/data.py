@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardwise.job.data_section import ROW_FORMATS
 from shardwise.job.mixture import fault_of
 from shardwise.model.added_tokens import frozen_embeddings
@@ -59,6 +61,10 @@ def _way_out(d: Draft) -> str:
     return fault.fix if fault else ""
 
 
+def _is_beside_sources(key: str, draft: Draft) -> bool:
+    return bool(draft.data.sources and changed(draft.job, f"data.{key}"))
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("one-corpus", ("data.path", "data.factory"), "data comes from one of them",
@@ -66,7 +72,7 @@ RULES: tuple[Rule, ...] = (
          fix="keep one"),
     *(Rule(f"sources-{key.replace('_', '-')}", (f"data.{key}", "data.sources"),
            f"{key} is of one corpus, and each of the sources has its own",
-           lambda d, key=key: d.data.sources and changed(d.job, f"data.{key}"),
+           partial(_is_beside_sources, key),
            fix="leave one out" if key in ("path", "factory") else f"leave data.{key} out, and give it to a source")
       for key in ("path", "factory", "format", "field", "filter")),
     Rule("sources", ("data.sources",), "sources have names, and all of them weights or all of them passes",
