@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +36,7 @@ def run_data_stats(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     for note in notes:
         say_note(note)
     data = prepare_data(job, plan_with_facts(job)[1], say_note)
-    parts = statistics([("data", data)])
+    parts = statistics([(source.name, source.data) for source in data.sources] or [("data", data)])
     if options.json:
         print(json.dumps(parts, indent=1))
         return 0
@@ -45,9 +46,7 @@ def run_data_stats(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
 def _table(parts: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase | None) -> Table:
     """Return a table with a column for each part."""
-    table = Table("")
-    for part in parts:
-        table.add_column(Text(part["name"]))
+    table = Table("", *(escape(part["name"]) for part in parts))
     columns = [_cells(part, tokenizer) for part in parts]
     for name in columns[0]:
         table.add_row(name, *(Text(cells.get(name, "")) for cells in columns))

@@ -189,14 +189,14 @@ class _Worker:
             self._greeting = b""
             pickle.dump((path, content), self._process.stdin)
             self._process.stdin.flush()
-            problem = pickle.load(self._process.stdout)
+            message = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, ValueError, pickle.UnpicklingError):
             raise WorkerError(
                 f"a process that tokenizes has ended ({_end(self._process.wait())}); start the job again, and it goes "
                 f"on from the parts in {path.parent} that are complete"
             ) from None
-        if problem is not None:
-            raise DataError(problem)
+        if message is not None:
+            raise DataError(message)
 
     def end(self) -> None:
         """End the process now."""
