@@ -276,7 +276,7 @@ def _sources(draft: Draft, rules: dict[str, str]) -> str:
 
 
 def _shares(weights: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {weight / sum(weights.values()):.3%}" for name, weight in weights.items())
+    return ", ".join(f"{name} {100 * weight / sum(weights.values()):.4g}%" for name, weight in weights.items())
 
 
 def _degrees(draft: Draft, rules: dict[str, str]) -> dict[Axis, int]:
@@ -498,7 +498,7 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
 def _source_notes(draft: Draft) -> Iterator[str]:
     if draft.job.checkpoint.change_sources:
         yield (
-            "checkpoint.change_sources: the run goes on from a checkpoint of other data.sources or weights. Each "
+            "checkpoint.change_sources: the run goes on from a checkpoint of other data.sources or weights; each "
             "source goes on where the checkpoint has it, a new one begins, and from there on these shares hold."
         )
 

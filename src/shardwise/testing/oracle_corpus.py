@@ -53,9 +53,8 @@ def is_kept(row: dict[str, Any], wanted: Any) -> bool:
         value = row.get(column)
         allowed = [wish] if not isinstance(wish, list | dict) else wish
         if isinstance(allowed, dict):
-            inside = type(value) in (int, float) and allowed.get("min", -math.inf) <= value <= allowed.get(
-                "max", math.inf
-            )
+            low, high = allowed.get("min", -math.inf), allowed.get("max", math.inf)
+            inside = type(value) in (int, float) and low <= value <= high
         else:
             inside = any(value == one and (type(value) is bool) == (type(one) is bool) for one in allowed)
         if not inside:

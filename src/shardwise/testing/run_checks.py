@@ -75,9 +75,7 @@ def _compare_mixture(mixture: Mixture, job: Job) -> list[Difference]:
     right = DefinedMixture(job, dict(zip(mixture.names, map(len, mixture.splits), strict=True)))
     others = (c for c in range(MOST_DEFINED) if mixture.place_of(c) != right.place_of(c))
     other = next(others, None)
-    sentence = (
-        "" if other is None else f"sample {other} of the run is not of the source, or not the one, that is defined"
-    )
+    sentence = "" if other is None else f"sample {other} of the run is of another source or place than is defined"
     return [*differences, Difference(0, "defined order", sentence, math.inf if sentence else 0.0, 0.0)]
 
 
