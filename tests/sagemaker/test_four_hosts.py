@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster import obstacle
-from shardwise.errors.exit_codes import FAULT, MISTAKE
 from shardwise.observe.log_patterns import METRIC_PATTERNS
 from tests.launch.named_hosts import ROOT, NamedHosts
 from tests.sagemaker.layouts import lay_out
@@ -94,12 +93,3 @@ def test_four_containers_train_and_leave_what_the_service_takes(hosts: NamedHost
     assert not any((container(tmp_path, name) / "output" / "failure").exists() for name in NAMES)
     records = (container(tmp_path, "algo-1") / "output" / "data" / "metrics.jsonl").read_text().splitlines()
     assert [record["step"] for record in map(json.loads, records) if "loss" in record] == [1, 2, 3, 4]
-
-
-def test_the_failure_of_one_container_is_told_by_all(hosts: NamedHosts, tmp_path: Path) -> None:
-    (container(tmp_path, "algo-3") / "input" / "data" / "train" / "rows.txt").unlink()
-    ended = run(hosts)
-    assert all(code in (MISTAKE, FAULT) for code, _ in ended.values()), ended
-    for name in NAMES:
-        told = (container(tmp_path, name) / "output" / "failure").read_text()
-        assert "/opt/ml/input/data/train" in told, (name, told)

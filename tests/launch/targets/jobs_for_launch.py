@@ -105,7 +105,7 @@ def files_of(case: str) -> dict[str, str]:
 
 def launch_of_tutorial(target: str, directory: Path) -> list[str]:
     """Write the job of docs/tutorial.md into a directory; return the words with which the page launches it."""
-    parts = read_page((DOCS / "tutorial.md").read_text(encoding="utf-8"))
+    parts = list(read_page((DOCS / "tutorial.md").read_text(encoding="utf-8")))
     (job,) = [part for part in parts if isinstance(part, PageFile) and part.name == "job.yaml"]
     (directory / "job.yaml").write_text(job.text)
     commands = [shlex.split(part.text) for part in parts if isinstance(part, ShownCommand)]
