@@ -112,7 +112,9 @@ class Corpus:
 
 
 def data_format(data: DataSection) -> str:
-    """`data.format` with `auto` resolved; refuses keys that contradict each other."""
+    """`data.format` with `auto` resolved, but of a stream; refuses keys that contradict each other."""
+    if data.streaming:
+        return data.format
     if data.format == "auto":
         name = "factory" if data.factory else "stdlib" if data.path is None else _infer(data)
     else:

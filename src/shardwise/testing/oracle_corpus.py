@@ -29,7 +29,7 @@ LONG = -1  # stands for the ids of a document that is passed over
 
 def compare_corpus(job: Job, directory: str | None, tokenizer_directory: str | None) -> list[Difference]:
     """Compare the first documents of the cache in `directory` with the files of `data.path`; nothing of other kinds."""
-    corpus = None if directory is None or job.data.has_rows else find_corpus(job.data)
+    corpus = None if directory is None or job.data.has_rows or job.data.streaming else find_corpus(job.data)
     if directory is None or corpus is None or corpus.container not in ("text", "jsonl"):
         return []
     tokenizer: Any = None if tokenizer_directory is None else AutoTokenizer.from_pretrained(tokenizer_directory)
@@ -51,7 +51,9 @@ def is_kept(row: dict[str, Any], wanted: Any) -> bool:
         value = row.get(column)
         allowed = [wish] if not isinstance(wish, list | dict) else wish
         if isinstance(allowed, dict):
-            inside = type(value) in (int, float) and allowed.get("min", -math.inf) <= value <= allowed.get("max", math.inf)
+            inside = type(value) in (int, float) and allowed.get("min", -math.inf) <= value <= allowed.get(
+                "max", math.inf
+            )
         else:
             inside = any(value == one and (type(value) is bool) == (type(one) is bool) for one in allowed)
         if not inside:
