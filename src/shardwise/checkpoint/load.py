@@ -227,6 +227,7 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
     Raises:
         CheckpointError: with what differs.
     """
+    _check_shards(manifest.data.get("shards"), data.get("shards"), path)
     for key in ("content", "order"):
         if manifest.data.get(key) != data.get(key):
             keys = f": {listed(changes, separator='; ')}" if changes else ""
@@ -258,6 +259,18 @@ def check_fixed_options(model: ParallelModel, manifest: Manifest, path: str) -> 
                 f"{path} holds state of {settings.name} with {option} {before}, the job has {now}; set "
                 f"optimizer.options.{option} to {before}, or start from exported weights with model.path"
             )
+
+
+def _check_shards(wrote: Mapping[str, str] | None, reads: Mapping[str, str] | None, path: str) -> None:
+    """Refuse a stream whose shards are others than they were, and name the first."""
+    if not wrote or not reads or wrote == reads:
+        return
+    name = next(name for name in sorted(wrote.keys() | reads.keys()) if wrote.get(name) != reads.get(name))
+    before, now = wrote.get(name, "not there"), reads.get(name, "gone")
+    raise CheckpointError(
+        f"{path} was trained on other shards: {name} is {now}, and was {before} (bytes, and time or version); restore "
+        "it (`cp -p` keeps times), or train another model from the exported weights with model.path"
+    )
 
 
 def check_options(model: ParallelModel, optimizer: Optimizer, manifest: Manifest, path: str) -> None:

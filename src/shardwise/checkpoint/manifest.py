@@ -23,8 +23,8 @@ from shardwise.words import listed
 FILE = "manifest.json"
 OWNER = "owner"  # a file beside the checkpoints: the run that writes here
 FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-# 3 lacks averages of weights and the sources of a mixture, 2 what `evaluation.metric` has come to too, 1 `adapter` as
-# well.
+# 3 lacks averages of weights, the sources of a mixture and a stream's position, 2 what `evaluation.metric` has come to
+# too, 1 `adapter` as well.
 VERSION = 4
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
 OLDER = "; use an older checkpoint"
@@ -135,6 +135,7 @@ class Progress(_Part):
     step: Size = 0
     samples: Size = 0
     sources: dict[str, Size] = {}
+    position: dict[str, Size] = {}  # in a stream, from which its next samples are read: a shard, a row, tokens before
     tokens: Size = 0
     skipped: Size = 0
     skipped_in_a_row: Size = 0
@@ -179,7 +180,7 @@ class AdapterRecord(_Part):
 
 def written_version(progress: Progress, adapter: AdapterRecord | None, tensors: Iterable[str]) -> int:
     """Return the lowest version that says all of a checkpoint, so that an older shardwise may read it."""
-    if progress.sources or any(name.startswith(AVERAGE) for name in tensors):
+    if progress.sources or progress.position or any(name.startswith(AVERAGE) for name in tensors):
         return VERSION
     return 3 if progress.judged_by else 1 if adapter is None else 2
 
@@ -242,7 +243,8 @@ class Manifest(_Part):
         return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
     def to_json(self) -> bytes:
-        of_progress = set() if self.progress.sources else {"sources"}  # as version 3 is written
+        parts = {"sources", "position"}
+        of_progress = {name for name in parts if not getattr(self.progress, name)}  # as version 3 is written
         of_progress |= set() if self.progress.judged_by else JUDGEMENT  # as version 2
         left_out: dict[str, Any] = {"progress": of_progress} if of_progress else {}
         left_out |= {"adapter": True} if self.adapter is None else {}  # as version 1

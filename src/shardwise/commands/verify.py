@@ -49,6 +49,7 @@ from shardwise.testing.oracle_data import FactorySource, Source, TokenSource
 from shardwise.testing.oracle_mixture import CorpusReader, MixtureSource
 from shardwise.testing.oracle_rows import RowSource
 from shardwise.testing.oracle_start import known_start
+from shardwise.testing.oracle_stream import StreamSource
 from shardwise.testing.reference import SIXTEEN, OracleReference, RecordedReference, Recording, oracle_dtypes
 from shardwise.testing.run_checks import (
     compare_buffers,
@@ -298,6 +299,8 @@ def _source(job: Job, data: TokenData) -> Source:
     """Return the oracle's reader of the training samples."""
     if data.sources:
         return MixtureSource(job, {source.name: _reader(source.job, source.data) for source in data.sources})
+    if data.streamed is not None:
+        return StreamSource(job, data.tokenizer_directory)
     if data.directory is None:
         return FactorySource(job)
     return _reader(job, data)

@@ -113,10 +113,12 @@ class Corpus:
 
 
 def data_format(data: DataSection) -> str:
-    """`data.format` with `auto` resolved; refuses keys that contradict each other.
+    """`data.format` with `auto` resolved, but of a stream; refuses keys that contradict each other.
 
     A directory of `shardwise data prepare` holds `tokens`.
     """
+    if data.streaming:
+        return data.format
     if find_shared(data) is not None:
         if data.format not in ("auto", "tokens") or data.factory is not None:
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,8 @@ def job_of_set(job: Job, path: str, own: TokenData) -> Job:
     of_one = data_of_source(job.data, job.data.sources[0]) if job.data.sources else job.data
     name = data_format(of_one)
     is_found = name in ROW_FORMATS or (name == "tokens" and find_shared(of_one) is None)
-    keys = {"path": path, "max_documents": None, "format": name if is_found else "auto", "filter": None}
+    keys: dict[str, Any] = {"path": path, "max_documents": None, "format": name if is_found else "auto"}
+    keys |= {"filter": None, "streaming": False, "dataset": None}
     if job.data.tokenizer is None and job.model.path is None and own.tokenizer_directory is not None:
         keys["tokenizer"] = own.tokenizer_directory  # it was trained on the job's own data
     return job.model_copy(update={"data": of_one.model_copy(update=keys)})
@@ -59,7 +61,7 @@ def whole(data: TokenData) -> Windows | PackedRows:
     train, validation = data.train, data.validation
     if isinstance(train, PackedRows) and isinstance(validation, PackedRows):
         return replace(train, rows=np.sort(np.concatenate([train.rows, validation.rows])))
-    assert isinstance(train, Windows)
+    assert isinstance(train, Windows) and isinstance(train.stream, TokenStream)
     corpus = train.stream.corpus
     count = (len(corpus.tokens) - train.extra) // train.sequence_length
     return replace(train, stream=TokenStream(corpus, np.array([[0, len(corpus.tokens)]])), count=count, mixed_by=None)

@@ -18,6 +18,8 @@ import torch
 from shardwise.data.batch import IGNORED, Batch, batch_digest
 from shardwise.data.mixture import Mixture
 from shardwise.data.order import order
+from shardwise.data.packing import Windows
+from shardwise.data.split import TokenStream
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
 
@@ -34,9 +36,15 @@ class Split(Protocol):
         """The samples `indices`, with `rows` = counters."""
 
 
+def is_in_order(split: Split) -> bool:
+    """Return whether a split has an order of its own: a mixture, or a stream."""
+    is_stream = isinstance(split, Windows) and not isinstance(split.stream, TokenStream)
+    return is_stream or isinstance(split, Mixture)
+
+
 def training_index(split: Split, seed: int, counter: int) -> int:
     """Return the index in its split of the training sample `counter`; a mixture has an order of its own."""
-    return counter if isinstance(split, Mixture) else order(seed, counter, len(split))
+    return counter if is_in_order(split) else order(seed, counter, len(split))
 
 
 class Stream:

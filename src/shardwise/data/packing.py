@@ -27,7 +27,7 @@ import torch
 
 from shardwise.data.batch import IGNORED, Batch
 from shardwise.data.order import order
-from shardwise.data.split import TokenCorpus, TokenStream, split_tokens
+from shardwise.data.split import TokenCorpus, Tokens, split_tokens
 from shardwise.errors import DataError
 
 COUNT_BLOCK = 1 << 22
@@ -62,7 +62,7 @@ class Spans:
 class Windows:
     """`count` windows of `sequence_length` tokens (plus one, causal) of a stream; stride is the sequence length."""
 
-    stream: TokenStream
+    stream: Tokens
     count: int
     sequence_length: int
     masking: Masking | None = None  # with neither: causal

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from shardwise.cache import cache_root
 from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.evaluation_sets import open_sets
 from shardwise.data.factory import open_samples
-from shardwise.data.packing import Masking, Spans, split_windows
+from shardwise.data.loader import EVALUATION
+from shardwise.data.packing import Masking, Spans, Windows, split_windows
 from shardwise.data.parallel_tokenize import parts_removed_if_refused, remove_parts
 from shardwise.data.row_cache import prepare_rows
 from shardwise.data.shared_manifest import find_shared
@@ -26,6 +27,7 @@ from shardwise.data.shared_tokens import check_shared, tokenizer_of
 from shardwise.data.sources import prepare_sources
 from shardwise.data.split import TokenCorpus, document_hash, split_rule
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
+from shardwise.data.streaming.prepare import PreparedStream, find_stream
 from shardwise.data.token_data import TokenData
 from shardwise.data.tokenize_progress import TokenizeProgress
 from shardwise.data.tokenized_text import tokenized_pieces
@@ -60,6 +62,8 @@ def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda tex
 def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     if data_format(job.data) == "factory":
         return _from_factory(job, model_vocabulary)
+    if job.data.streaming:
+        return _from_stream(job, model_vocabulary, say)
     shared = find_shared(job.data)
     if shared is not None:
         check_shared(shared, job, say)
@@ -143,6 +147,33 @@ def _from_factory(job: Job, model_vocabulary: int | None) -> TokenData:
         vocabulary_size=model_vocabulary or 0,
         split=split_rule(job.data),
         tokenizer_directory=job.data.tokenizer,
+    )
+
+
+def _from_stream(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
+    """Return the windows of a stream that is read as they are trained on, with a validation set that is made now."""
+    corpus = find_stream(job.data)
+    source = find_tokenizer(job, [corpus], model_vocabulary, say)
+    stream = PreparedStream(corpus, source, model_vocabulary, job.training.seed)
+    options = {
+        "masking": _masking(job, stream.facts),
+        "spans": _spans(job, stream.facts),
+        "isolate_documents": job.data.isolate_documents,
+    }
+    train = Windows(stream.training_tokens(), EVALUATION, job.data.sequence_length, **options)
+    validation, known = stream.validation(say, train.extra)
+    return TokenData(
+        train=train,
+        validation=replace(validation, **options),
+        corpus=corpus.describe(),
+        documents=0,
+        tokens=0,
+        vocabulary_size=stream.limit or known["largest_token"] + 1,
+        split=split_rule(job.data),
+        tokenizer_directory=str(source.directory) if source else None,
+        eos_id=stream.facts.eos_id if stream.facts else None,
+        content=stream.content,
+        directory=known["directory"],
     )
 
 

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -31,6 +31,16 @@ class TokenCorpus(NamedTuple):
     tokens: Column
     documents: Column  # position of each document's first token
     hashes: Column  # `document_hash` of each document
+
+
+class Tokens(Protocol):
+    """Tokens one after the other, and where their documents begin: a `TokenStream`, or one that is read as it runs."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens start … stop - 1."""
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Return the positions of start … stop - 1 at which a document begins."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +140,13 @@ def _drawn(corpus: TokenCorpus, held_out: int, seed: int) -> np.ndarray:
 
 def ranking(hashes: np.ndarray, seed: int) -> np.ndarray:
     """Return the numbers of documents with these hashes [D], by ascending draw; equal draws by place."""
+    return np.argsort(document_draws(hashes, seed), kind="stable")
+
+
+def document_draws(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Return the draws [D] uint64 of documents with these hashes."""
     key = _mix(np.array([seed % (1 << 64)], dtype=np.uint64))
-    return np.argsort(_mix(hashes.astype(np.uint64) ^ key), kind="stable")
+    return _mix(hashes.astype(np.uint64) ^ key)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

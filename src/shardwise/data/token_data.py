@@ -11,6 +11,8 @@ from shardwise.data.factory import Samples
 from shardwise.data.mixture import Mixture
 from shardwise.data.packed_rows import PackedRows, RowCounts
 from shardwise.data.packing import Windows, entropy
+from shardwise.data.split import TokenStream
+from shardwise.data.streaming.tokens import StreamedTokens
 from shardwise.job.schema import Job
 
 
@@ -69,6 +71,12 @@ class TokenData:
     reference_note: str = ""
     sources: tuple[SourceFacts, ...] = ()
 
+    @property
+    def streamed(self) -> StreamedTokens | None:
+        """The tokens that are read as they are trained on; None of data that was tokenized before."""
+        stream = self.train.stream if isinstance(self.train, Windows) else None
+        return stream if isinstance(stream, StreamedTokens) else None
+
     @cached_property
     def unigram_entropy(self) -> float | None:
         """Nats a token: entropy of the unigram distribution of the validation tokens. None for a factory's samples,
@@ -98,6 +106,7 @@ class TokenData:
             return []
         if isinstance(windows, PackedRows):
             return windows.prompt(length)
+        assert isinstance(windows.stream, TokenStream)
         stop = min(len(windows.stream), windows.count * windows.sequence_length)
         starts = windows.stream.document_starts(0, max(0, stop - length) + 1)
         whole = starts[starts + length <= stop]
@@ -126,6 +135,9 @@ class TokenData:
             }
         if self.sources:
             facts["sources"] = {source.name: source.describe() for source in self.sources}
+        if self.streamed is not None:  # how much there is nobody has counted
+            facts |= {"documents": None, "training_sequences": None, "tokens": None}
+            facts["shards"] = {shard.name: f"{shard.size} {shard.stamp}" for shard in self.streamed.definition.shards}
         if isinstance(self.train, PackedRows) and self.row_counts is not None:
             facts |= self.row_counts._asdict() | {"training_padding": self.train.padding}
         return facts

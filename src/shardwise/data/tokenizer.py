@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.cache import cache_root
-from shardwise.data.corpus import Corpus
 from shardwise.data.store import COMPLETE, build_once, digest
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
@@ -45,6 +44,18 @@ VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
 )
 BYTES = 256
+
+
+class TextSource(Protocol):
+    """Texts that a tokenizer is trained on: a `Corpus`, or the shards of a stream."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    def describe(self) -> str: ...
+    def emptiness(self, unit: str) -> str: ...
+    def texts(self) -> Iterator[tuple[str, bool]]: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class TokenizerSource:
 
 
 def find_tokenizer(
-    job: Job, corpora: Sequence[Corpus], model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, corpora: Sequence[TextSource], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> TokenizerSource | None:
     """The job's tokenizer, trained now where it has none. None for a corpus of token ids without a given one.
 
@@ -93,7 +104,7 @@ def find_tokenizer(
 
 
 def _given_or_trained(
-    job: Job, corpora: Sequence[Corpus], model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, corpora: Sequence[TextSource], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> TokenizerSource | None:
     if job.data.tokenizer is not None:
         return _source(Path(job.data.tokenizer), "data.tokenizer", trust_remote_code=False)
@@ -197,7 +208,7 @@ def _extended(job: Job, source: TokenizerSource, say: Callable[[str], None]) -> 
 
 
 def _trained(
-    job: Job, corpora: Sequence[Corpus], model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, corpora: Sequence[TextSource], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> TokenizerSource:
     special = [END_OF_TEXT, *SPECIAL[job.model.task]]
     size = job.data.vocabulary_size
@@ -225,7 +236,7 @@ def _trained(
     return TokenizerSource(directory, key)
 
 
-def train_tokenizer(corpora: Sequence[Corpus], size: int, special: list[str], directory: Path) -> None:
+def train_tokenizer(corpora: Sequence[TextSource], size: int, special: list[str], directory: Path) -> None:
     """Train a byte-level BPE on the start of each corpus and save it as a `transformers` tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -248,7 +259,7 @@ def train_tokenizer(corpora: Sequence[Corpus], size: int, special: list[str], di
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(str(directory))
 
 
-def _sample(corpus: Corpus, characters: int) -> Iterator[str]:
+def _sample(corpus: TextSource, characters: int) -> Iterator[str]:
     left = characters
     for text, _ in corpus.texts():
         yield text[:left]

@@ -104,6 +104,43 @@ class DataSection(Section):
     curriculum: list[CurriculumStage] = Field(
         default=[], description="Other weights of the `sources` from some sample on, in ascending order."
     )
+    streaming: bool = Field(
+        default=False,
+        description="The source is read, tokenized and shuffled while the model is trained on it, not tokenized whole "
+        "before: JSON lines, Parquet, WebDataset tars (`.tar`) or saved data sets, in a directory, a "
+        "glob, at a URL that fsspec opens, or a `dataset` of the Hub.",
+    )
+    dataset: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of a data set on the Hugging Face Hub, `org/name`, in the place of `path`; needs "
+        "`streaming`. `HF_ENDPOINT` names another server.",
+    )
+    dataset_config: str | None = Field(default=None, description="Config of `dataset`; unset: its default.")
+    dataset_split: str = Field(default="train", min_length=1, description="Split of `dataset` that is read.")
+    dataset_revision: str | None = Field(
+        default=None, description="Branch, tag or commit of `dataset`; unset: its main branch as it is now."
+    )
+    shuffle_buffer_size: Positive = Field(
+        default=1024,
+        description="Rows of a stream that are shuffled together; its shards are shuffled too. 1: rows stay in order.",
+    )
+    validation_sequences: Positive = Field(
+        default=256,
+        description="At most so many sequences of a stream are validated with: the first of the documents that are "
+        "held out, a share `validation_fraction` of all.",
+    )
+    on_bad_files: Literal["error", "skip"] = Field(
+        default="error",
+        description="A shard of a stream that cannot be read further ends the run, or the rest of it is passed over, "
+        "counted and named.",
+    )
+    num_workers: Positive | None = Field(
+        default=None, description="Processes on each host that tokenize a stream; unset: half the cores, 8 at most."
+    )
+    cache_limit: Positive = Field(
+        default=1 << 28, description="Bytes of tokens of a stream that each host keeps ahead on its disk."
+    )
     tokenizer: UserPath | None = Field(
         default=None,
         description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here, on "

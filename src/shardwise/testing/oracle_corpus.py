@@ -30,7 +30,8 @@ LONG = -1  # stands for the ids of a document that is passed over
 
 def compare_corpus(job: Job, directory: str | None, tokenizer_directory: str | None) -> list[Difference]:
     """Compare the first documents of the cache in `directory` with the files of `data.path`; nothing of other kinds."""
-    has_no_files = directory is None or job.data.has_rows or find_shared(job.data) is not None
+    is_stream_or_rows = job.data.has_rows or job.data.streaming
+    has_no_files = directory is None or is_stream_or_rows or find_shared(job.data) is not None
     corpus = None if has_no_files else find_corpus(job.data)
     if directory is None or corpus is None or corpus.container not in ("text", "jsonl"):
         return []

@@ -109,6 +109,10 @@ def data_facts(assembled: AssembledJob) -> dict[str, Any]:
     if data is None:
         return {"corpus": "batches of the caller's own", "content": "", "tokenizer": None, "split": None, "order": ""}
     facts = data.describe()
+    if data.streamed is not None:
+        rows = data.streamed.definition.buffer_rows
+        order = f"seed {assembled.plan.job.training.seed}, a stream shuffled by {rows} rows"
+        return {key: facts.get(key) for key in ("corpus", "content", "tokenizer", "split", "shards")} | {"order": order}
     order = f"seed {assembled.plan.job.training.seed}, {len(data.train)} sequences"
     kept = {key: facts.get(key) for key in ("corpus", "content", "tokenizer", "split")} | {"order": order}
     if not data.sources:

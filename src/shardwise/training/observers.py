@@ -16,6 +16,7 @@ from shardwise.training.recorder import Recorder
 from shardwise.training.run_end import ModelExport, Summary, TextSample
 from shardwise.training.setup import AssembledJob
 from shardwise.training.state_table import StateReport
+from shardwise.training.stream_report import StreamReport
 
 
 def observers(assembled: AssembledJob) -> list[Callback]:
@@ -30,6 +31,7 @@ def observers(assembled: AssembledJob) -> list[Callback]:
         ModelExport(assembled),
         PromptSamples(assembled),
         TextSample(assembled),
+        StreamReport(assembled),
         recorder,
         *make_trackers(job, Path(job.output)),
         *make_progress(),

@@ -31,7 +31,8 @@ from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase, 
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
 from shardwise.data.packed_rows import PackedRows
-from shardwise.data.state import OF_SOURCE, SAMPLES, DataState, data_state
+from shardwise.data.state import OF_SOURCE, SAMPLES, DataState
+from shardwise.data.streaming.loader import data_state
 from shardwise.errors import ConfigError, require_type
 from shardwise.job.schema import Job
 from shardwise.job.sources import Source, load_job
@@ -176,6 +177,9 @@ class Session:
         self.checkpoints = RunCheckpoints(assembled)
         self._exit.callback(self.checkpoints.close)
         self._data_state: DataState | None = data_state(assembled.stream) if has_data else None
+        if has_data and assembled.data.streamed is not None:
+            assembled.data.streamed.say = self.note
+            self._exit.callback(assembled.data.streamed.close)
         self._recent = RecentLoss(assembled.evaluation_batches if has_data else self.job.training.evaluate_batches)
         notes = [*self.plan.notes, *(assembled.data.notes() if has_data else [])]
         self.notes += [f"note: {note}" for note in notes]
@@ -397,7 +401,7 @@ class Session:
         self.notes += notes
         if self._data_state is not None and self.progress.samples:
             of_sources = {f"{OF_SOURCE}{name}": count for name, count in self.progress.sources.items()}
-            self._data_state.load_state_dict({SAMPLES: self.progress.samples, **of_sources})
+            self._data_state.load_state_dict({SAMPLES: self.progress.samples, **of_sources, **self.progress.position})
         return self.progress.step
 
     def end(self, stopped: str | None = None) -> TrainingResult:
@@ -496,15 +500,16 @@ class Session:
         """Count what the step has consumed."""
         before = self.progress
         self._recent.add(result)
-        samples, sources = before.samples + rows_of_all_ranks(batches, self.assembled), before.sources
+        samples, state = before.samples + rows_of_all_ranks(batches, self.assembled), dict[str, int]()
         if self._data_state is not None:
             state = self._data_state.state_dict()
             samples = state.pop(SAMPLES)
-            sources = {key.removeprefix(OF_SOURCE): count for key, count in state.items()}
+        sources = {key.removeprefix(OF_SOURCE): state.pop(key) for key in list(state) if key.startswith(OF_SOURCE)}
         self.progress = Progress(
             step=before.step + 1,
             samples=samples,
             sources=sources,
+            position=state,
             tokens=before.tokens + result.count,
             skipped=before.skipped + result.skipped,
             skipped_in_a_row=before.skipped_in_a_row + 1 if result.skipped else 0,

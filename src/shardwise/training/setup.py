@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,8 @@ from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples, content_hash
 from shardwise.data.loader import Split, Stream
 from shardwise.data.prepare import prepare
+from shardwise.data.streaming.loader import InOrder
+from shardwise.data.streaming.tokens import StreamedTokens
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.job.schema import CLASSIFICATION, Job
@@ -162,6 +165,8 @@ def assemble(
     """Do the same for facts and data that are there already, and for a model that the caller has built."""
     if data is not None:
         check_same_data(data, device)
+        if data.streamed is not None:
+            share_stream(data.streamed, device)
     world = current_world(device)
     plan = resolve(job, world, facts, None if data is None else len(data.train))
     if data is not None:
@@ -244,6 +249,15 @@ def _check_same_samples(data: TokenData, device: torch.device) -> None:
     _agree(content_hash(data.train, data.validation), device, where)
 
 
+def share_stream(stream: StreamedTokens, device: torch.device) -> None:
+    """Let the ranks of each host read the same blocks of a stream. Collective."""
+    number = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=device)
+    dist.broadcast(number, 0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+    stream.join(f"{int(number):016x}", int(os.environ.get("LOCAL_RANK") or rank % local_ranks), local_ranks)
+
+
 def _agree(content: str, device: torch.device, where: str) -> None:
     number = torch.tensor([int(content[:15] or "0", 16)], dtype=torch.int64, device=device)
     least, most = number.clone(), number.clone()
@@ -296,7 +310,8 @@ def check_passes(plan: Plan, data: TokenData) -> None:
 
 def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
     """Return this rank's batches of the training split."""
-    return Stream(
+    kind = Stream if data.streamed is None else InOrder
+    return kind(
         data.train,
         plan.job.training.seed,
         plan.sequences_per_step,

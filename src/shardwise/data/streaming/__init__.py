@@ -1,0 +1,1 @@
+"""Sources that are read, tokenized and shuffled while a model is trained on them."""

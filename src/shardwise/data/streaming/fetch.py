@@ -1,0 +1,86 @@
+"""A shard as a local file: itself, or fetched from where fsspec finds it, for as long as it is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.streaming.definition import Shard
+from shardwise.errors import DataError
+
+CHUNK = 1 << 20
+
+
+def is_remote(url: str) -> bool:
+    """Return whether fsspec opens it, rather than the file system."""
+    return "://" in url
+
+
+def local_stamp(path: Path) -> tuple[int, str]:
+    """Return (bytes, time of change) of a local file."""
+    status = path.stat()
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def remote_stamp(info: dict[str, Any]) -> tuple[int, str]:
+    """Return (bytes, what tells versions apart) from what fsspec knows of a file."""
+    keys = ("ETag", "etag", "blob_id", "lfs", "md5Hash", "LastModified", "last_modified", "mtime", "last_commit")
+    version = next((info[key] for key in keys if info.get(key)), "")
+    return int(info.get("size") or 0), str(version)
+
+
+@contextmanager
+def fetched(shard: Shard, directory: Path, tell: Callable[..., None]) -> Iterator[Path]:
+    """Yield the path of a shard's file; `tell` hears of how it comes.
+
+    Raises:
+        DataError: it is gone, has changed since it was listed, or does not come.
+    """
+    try:
+        if not is_remote(shard.url):
+            _check_same(shard, local_stamp(Path(shard.url)))
+            yield Path(shard.url)
+            return
+        path = directory / f"shard{Path(shard.name).name}"
+        try:
+            _fetch(shard, path, tell)
+        except DataError:
+            raise
+        except Exception as error:  # each file system of fsspec has errors of its own
+            if isinstance(error, FileNotFoundError):
+                raise
+            reason = str(error).strip() or type(error).__name__
+            raise DataError(
+                f"{shard.name} cannot be fetched from {shard.url}: {reason}; is its server there?"
+            ) from error
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+    except FileNotFoundError as error:
+        raise DataError(f"{shard.name} has vanished: {shard.url} is not there any more; bring it back") from error
+
+
+def _fetch(shard: Shard, path: Path, tell: Callable[..., None]) -> None:
+    from fsspec.core import url_to_fs
+
+    system, inner = url_to_fs(shard.url)
+    _check_same(shard, remote_stamp(system.info(inner)))
+    began, size = time.monotonic(), 0
+    tell(stage="fetching", fetched=0, size=shard.size, fetch_seconds=0.0)
+    with system.open(inner, "rb") as source, path.open("wb") as target:
+        while content := source.read(CHUNK):
+            target.write(content)
+            size += len(content)
+            tell(stage="fetching", fetched=size, size=shard.size, fetch_seconds=time.monotonic() - began)
+
+
+def _check_same(shard: Shard, found: tuple[int, str]) -> None:
+    if found != (shard.size, shard.stamp):
+        raise DataError(
+            f"{shard.name} has changed since it was listed: {found[0]} bytes, version {found[1]}, not {shard.size} "
+            f"bytes, version {shard.stamp}; leave sources as they are while they are read, and start again"
+        )

@@ -1,0 +1,168 @@
+"""The shards of a job's source: local files, files that fsspec finds at a URL, or those of a data set on the Hub.
+
+Shards are sorted by path. A Hub name is resolved by `datasets`, which reads the repository's layout and README, so that
+configs, splits and revisions mean what they mean there; `HF_ENDPOINT` names another server.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwise.data.compressed import content_suffix
+from shardwise.data.corpus import SUFFIXES, find_corpus
+from shardwise.data.generated import is_function
+from shardwise.data.streaming.definition import Shard
+from shardwise.data.streaming.fetch import is_remote, local_stamp, remote_stamp
+from shardwise.errors import ConfigError, DataError
+from shardwise.job.data_section import DataSection
+
+STREAMED = {**SUFFIXES, ".tar": "webdataset"}
+CONTAINERS = ("jsonl", "parquet", "webdataset", "dataset")
+
+
+class FoundShards(NamedTuple):
+    """The shards of a source, and how one is read."""
+
+    shards: tuple[Shard, ...]
+    container: str
+
+
+def find_shards(data: DataSection) -> FoundShards:
+    """Return the shards that a data section names.
+
+    Raises:
+        DataError: there are none, or they cannot be listed.
+    """
+    if data.dataset is not None:
+        return _of_hub(data)
+    path = str(data.path)
+    if is_function(path):
+        raise ConfigError(
+            f"data.path={path!r} with data.streaming: rows that a function makes are written to a file first; leave "
+            "streaming out"
+        )
+    if is_remote(path):
+        return _of_url(path)
+    archives = _archives(path)
+    return _local(archives, "webdataset", path) if archives else _of_corpus(data)
+
+
+def describe(found: FoundShards, data: DataSection) -> str:
+    """Return a source's words for the display."""
+    where = data.path if data.dataset is None else f"{data.dataset} ({data.dataset_split})"
+    size = sum(shard.size for shard in found.shards)
+    count = len(found.shards)
+    shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
+    return f"stream of {found.container}: {where}, {count:,} shard{'s' * (count != 1)}, {shown}"
+
+
+def _archives(path: str) -> list[Path]:
+    """Return the tars that a local path names."""
+    whole = Path(path).expanduser()
+    if whole.is_dir():
+        candidates = sorted(whole.rglob("*"))
+    elif whole.is_file():
+        candidates = [whole]
+    else:
+        candidates = sorted(Path(whole.anchor or ".").glob(str(whole.relative_to(whole.anchor)))) if "*" in path else []
+    return [file for file in candidates if content_suffix(file) == ".tar"]
+
+
+def _of_corpus(data: DataSection) -> FoundShards:
+    corpus = find_corpus(data.model_copy(update={"streaming": False}))
+    if corpus.container not in CONTAINERS:
+        raise ConfigError(
+            f"data.path={data.path!r} with data.streaming holds {corpus.container}: a stream reads JSON lines, "
+            "Parquet, WebDataset tars and saved data sets; convert it, or leave streaming out"
+        )
+    if corpus.container != "dataset":
+        return _local(corpus.files, corpus.container, str(data.path))
+    files = [file for directory in corpus.files for file in _arrow_files(directory)]
+    return _local(files, "dataset", str(data.path))
+
+
+def _arrow_files(directory: Path) -> list[Path]:
+    """Return the files of a saved data set in its order, of its `train` split where it has splits."""
+    if (directory / "dataset_dict.json").is_file():
+        directory = directory / "train"
+    try:
+        state = json.loads((directory / "state.json").read_text())
+        files = [directory / entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{directory} cannot be read as a saved data set: {error!r}; write it again") from error
+    if state.get("_indices_files"):
+        raise DataError(f"{directory} holds an order of its rows beside them; write it after `flatten_indices()`")
+    return files
+
+
+def _local(files: Sequence[Path], container: str, path: str) -> FoundShards:
+    root = Path(path).expanduser().absolute()
+    shards = []
+    for file in files:
+        absolute = file.absolute()
+        name = absolute.relative_to(root).as_posix() if root in absolute.parents else absolute.name
+        try:
+            shards.append(Shard(str(absolute), name, *local_stamp(absolute)))
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}; let this user read it") from error
+    return FoundShards(tuple(shards), container)
+
+
+def _of_url(path: str) -> FoundShards:
+    from fsspec.core import url_to_fs
+
+    try:
+        system, inner = url_to_fs(path)
+        if any(letter in path for letter in "*?["):
+            names = system.glob(inner)
+        else:
+            names = system.find(inner) if system.isdir(inner) else [inner]
+        infos = {str(name): system.info(name) for name in sorted(names)}
+    except ImportError as error:
+        raise ConfigError(f"data.path={path!r}: {error}") from error
+    except Exception as error:  # each file system of fsspec has errors of its own
+        reason = str(error).strip() or type(error).__name__
+        raise DataError(f"data.path={path!r} cannot be listed: {type(error).__name__}: {reason}") from error
+    return _remote({system.unstrip_protocol(name): info for name, info in infos.items()}, f"data.path={path!r}")
+
+
+def _of_hub(data: DataSection) -> FoundShards:
+    from datasets import load_dataset_builder
+    from fsspec.core import url_to_fs
+
+    where = f"data.dataset={data.dataset!r}"
+    split = data.dataset_split
+    try:
+        builder = load_dataset_builder(str(data.dataset), data.dataset_config, revision=data.dataset_revision)
+        files: Any = builder.config.data_files or {}
+        if split not in files:
+            raise DataError(f"{where} has no split {split!r} (data.dataset_split), but {', '.join(map(str, files))}")
+        urls = sorted(str(url) for url in files[split])
+        infos = {url: url_to_fs(url)[0].info(url_to_fs(url)[1]) for url in urls}
+    except DataError:
+        raise
+    except Exception as error:  # datasets and huggingface_hub have errors of their own
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise DataError(
+            f"{where} cannot be listed: {type(error).__name__}: {first_line}; is the name right, and the Hub "
+            "(HF_ENDPOINT) in reach?"
+        ) from error
+    return _remote(infos, where)
+
+
+def _remote(infos: dict[str, dict[str, Any]], where: str) -> FoundShards:
+    """Return the shards among files at URLs, all of one kind."""
+    kinds = {url: STREAMED.get(content_suffix(Path(posixpath.basename(url)))) for url in infos}
+    found = sorted({kind for kind in kinds.values() if kind})
+    if len(found) != 1:
+        what = "no shard" if not found else " and ".join(found)
+        raise DataError(f"{where} holds {what}; a stream reads JSON lines, Parquet or WebDataset tars, one of them")
+    urls = [url for url, kind in kinds.items() if kind]
+    places = {url: url.partition("://")[2] for url in urls}
+    root = posixpath.commonpath([posixpath.dirname(place) for place in places.values()])
+    shards = [Shard(url, places[url].removeprefix(root).lstrip("/"), *remote_stamp(infos[url])) for url in urls]
+    return FoundShards(tuple(shards), found[0])

@@ -1,0 +1,94 @@
+"""Shards at URLs and on the Hub, from a mirror of it on loopback; what cannot be listed is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from shardwise.data.streaming.fetch import fetched
+from shardwise.data.streaming.sources import find_shards
+from shardwise.errors import DataError
+from shardwise.job.data_section import DataSection
+from tests.data.streaming.hub import served
+from tests.data.streaming.sources import documents, write
+
+HUB = """
+import sys
+from pathlib import Path
+from shardwise.data.streaming.sources import find_shards
+from shardwise.data.streaming.fetch import fetched
+from shardwise.errors import DataError
+from shardwise.job.data_section import DataSection
+for keys in ({}, {"dataset_config": "other"}, {"dataset_split": "test"}, {"dataset_split": "nowhere"},
+             {"dataset_revision": "lost"}, {"dataset": "org/none"}):
+    try:
+        found = find_shards(DataSection(streaming=True, **{"dataset": "org/name", **keys}))
+    except DataError as error:
+        print(keys, "refused:", error)
+        continue
+    for shard in found.shards:
+        with fetched(shard, Path(sys.argv[1]), lambda **facts: None) as path:
+            print(keys, found.container, shard.name, len(path.read_bytes()) == shard.size, bool(shard.stamp))
+"""
+
+
+def test_urls_are_listed_fetched_and_checked(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("a", "b"):
+        memory.pipe(f"/streams/{name}.jsonl", b'{"text": "x"}\n')
+    try:
+        found = find_shards(DataSection(path="memory://streams", streaming=True))
+        assert (found.container, [shard.name for shard in found.shards]) == ("jsonl", ["a.jsonl", "b.jsonl"])
+        assert find_shards(DataSection(path="memory://streams/*.jsonl", streaming=True)).shards == found.shards
+        told = []
+        with fetched(found.shards[0], tmp_path, lambda **facts: told.append(facts)) as path:
+            assert path.read_bytes() == b'{"text": "x"}\n'
+        assert told[-1]["fetched"] == found.shards[0].size and not list(tmp_path.iterdir())
+        memory.pipe("/streams/a.jsonl", b'{"text": "longer"}\n')
+        with (
+            pytest.raises(DataError, match=r"a.jsonl has changed since it was listed"),
+            fetched(found.shards[0], tmp_path, lambda **facts: None),
+        ):
+            pass
+        memory.rm("/streams/b.jsonl")
+        with (
+            pytest.raises(DataError, match=r"b.jsonl has vanished"),
+            fetched(found.shards[1], tmp_path, lambda **facts: None),
+        ):
+            pass
+    finally:
+        memory.rm("/streams", recursive=True)
+    with pytest.raises(DataError, match="memory://streams"):
+        find_shards(DataSection(path="memory://streams", streaming=True))
+
+
+@pytest.mark.slow
+def test_names_of_the_hub_are_read_from_a_mirror(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "org" / "name"
+    write(repository / "plain", "jsonl", documents(1, 2))
+    write(repository / "other", "parquet", documents(2, 1))
+    write(repository / "held", "jsonl", documents(3, 1))
+    (repository / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  default: true\n  data_files:\n  - {split: train, path: 'plain/*'}\n"
+        "  - {split: test, path: 'held/*'}\n- config_name: other\n  data_files: 'other/*'\n---\n"
+    )
+    with served(tmp_path / "hub") as address:
+        environment = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        done = subprocess.run(  # these variables are read when the library is loaded
+            [sys.executable, "-c", HUB, str(tmp_path)],
+            env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert lines[:4] == [
+        "{} jsonl part-000.jsonl True True",
+        "{} jsonl part-001.jsonl True True",
+        "{'dataset_config': 'other'} parquet part-000.parquet True True",
+        "{'dataset_split': 'test'} jsonl part-000.jsonl True True",
+    ], done.stderr
+    assert "has no split 'nowhere' (data.dataset_split), but train, test" in lines[4]
+    assert "cannot be listed" in lines[5] and "cannot be listed" in lines[6]
