@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.packing import Windows
+from shardwise.data.split import TokenStream
 from shardwise.data.store import Column
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError
@@ -49,6 +50,10 @@ def _columns(data: TokenData) -> tuple[Column, Column, Column]:
         return rows.tokens, rows.starts, rows.hashes
     if not isinstance(data.train, Windows):
         raise ConfigError("data.factory gives tensors, which have no tokens to count")
+    if not isinstance(data.train.stream, TokenStream):
+        raise ConfigError(
+            "data.streaming reads the corpus while training, so that nothing is counted; leave it out here"
+        )
     corpus = data.train.stream.corpus
     return corpus.tokens, corpus.documents, corpus.hashes
 
