@@ -67,6 +67,7 @@ class Accelerator:
     watts: float = 0.0
     matmul: float = 0.8
     attention: float = 0.45
+    fused_attention: float = 0.7
     memory_bound: float = 0.8
 
     def peak(self, dtype: str) -> float | None:
