@@ -56,7 +56,10 @@ def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.planner.published.evaluate import error_summary, evaluate_rows, summary_over_tables
     from shardwise.planner.published.tables import read_table
 
-    refits = ("--leave-one-stack-out", options.leave_one_stack_out), ("--leave-one-table-out", options.leave_one_table_out)
+    refits = (
+        ("--leave-one-stack-out", options.leave_one_stack_out),
+        ("--leave-one-table-out", options.leave_one_table_out),
+    )
     refitting = [name for name, given in refits if given]
     if refitting and options.constants:
         raise ConfigError(f"--constants would do nothing beside {refitting[0]}, which refits them; leave one out")

@@ -11,8 +11,8 @@ that leave it (all groups of the axis run at once).
   one behind the other.
 - tree (Sanders, Speck and Traff 2009, double binary trees as NCCL builds them): all-reduce 2·S/b + 2·log2(m)·hops.
 - hierarchical: inside the nodes and between them one after the other, so that only m - 1 hops are between nodes.
-- flat, of ZeRO-3 before its gathers were bucketed: each rank has the whole tensor by its own part of the node's network,
-  B/per_node (arXiv 2306.10209, section 3.1, and arXiv 2205.00119, section 2.2, measure so much of it).
+- flat, ZeRO-3 of its first years: what a rank gathers comes through its own part of the node's network, B/per_node, and
+  not through rings that leave a node once (as its step times in arXiv 2104.04473, table 2, say).
 - direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
   nodes copy inside at the link's speed at the same time.
 

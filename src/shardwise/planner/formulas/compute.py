@@ -174,9 +174,7 @@ def tokens_of(configuration: TrainingConfiguration) -> int:
 def block_work(configuration: TrainingConfiguration) -> tuple[KernelWork, KernelWork]:
     """(forward, backward) of one block without recomputation."""
     model, t = configuration.model, configuration.tensor
-    speed = rates(
-        configuration.cluster.accelerator, configuration.stack, configuration.precision, configuration.fused
-    )
+    speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision, configuration.fused)
     tokens = tokens_of(configuration)
     inner = model.dense_width // t
     shapes = model.attention_products(t)

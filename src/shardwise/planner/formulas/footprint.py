@@ -172,7 +172,9 @@ def _trained_states(configuration: TrainingConfiguration, elements: float, data:
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0
-    gradients = BYTES[configuration.reduction] + (configuration.stack.gradient_copy if data * configuration.replica > 1 else 0.0)
+    gradients = BYTES[configuration.reduction] + (
+        configuration.stack.gradient_copy if data * configuration.replica > 1 else 0.0
+    )
     return {
         "parameters": size * elements,
         "gradients": gradients * elements * configuration.trained / (data if configuration.zero == 2 else 1),

@@ -363,7 +363,7 @@ class TrainingConfiguration:
         copies_on_nodes: a row crosses the network once for all of its experts on a node.
         trained: share of the parameters that have gradients and optimizer state.
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
-        whole_in_step: a pipeline's parameters stay gathered, and its gradients whole, from the step's first microbatch to
+        whole_in_step: a pipeline's parameters stay gathered, and its gradients whole, from a step's first microbatch to
             its last.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
             others' are freed.

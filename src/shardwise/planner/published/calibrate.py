@@ -42,7 +42,7 @@ from shardwise.planner.published.row import Row, Unmapped
 from shardwise.planner.published.tables import read_table
 
 ROUNDS = 12
-SLOPED = (0, 1, 3, 7)  # rounds that find the slopes anew, which change little
+MOVED = 0.05  # of an unknown in a round, from which on the slopes are found anew
 TOLERANCE = 0.1  # log error at which a row's weight is halved
 EVIDENCE = 24.0  # rows that a whole stack counts as
 ALL_SD = 0.10  # what training reaches of benchmarked products, on all alike
@@ -113,14 +113,10 @@ def shipped_rows() -> tuple[Row, ...]:
 
 
 def fit(given: Sequence[Sample], known: Mapping[str, Stack] | None = None) -> Constants:
-    """Constants that fit the samples. `known`: stacks whose `stack_bases` are known already."""
-    return _with_spread(given, _solved(given, stack_bases(given, known or {}))[0])
-
-
-def stack_bases(given: Sequence[Sample], known: Mapping[str, Stack] | None = None) -> dict[str, Stack]:
-    """Return by name the stacks before their times are fitted."""
+    """Constants that fit the samples. Stacks of `known` keep what is not fitted together with the others."""
     found = known or {}
-    return {name: found[name] if name in found else _base(own) for name, own in _by_stack(given).items()}
+    bases = {name: found[name] if name in found else _base(own) for name, own in _by_stack(given).items()}
+    return _with_spread(given, _solved(given, bases)[0])
 
 
 def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
@@ -163,18 +159,18 @@ def _solved(given: Sequence[Sample], bases: Mapping[str, Stack]) -> tuple[Consta
     counts = {name: len(own) for name, own in _by_stack(given).items()}
     share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
     sd = np.array([unknown.sd for unknown in unknowns])
-    slopes = np.zeros((0, 0))
-    for number in range(ROUNDS):
+    slopes, moved = np.zeros((0, 0)), math.inf
+    for _ in range(ROUNDS):
         residuals = _errors(given, _constants(unknowns, at, bases))
-        if number in SLOPED:
+        if moved > MOVED:
             slopes = _slopes(given, unknowns, at, bases, residuals)
         weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
         near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
         left = np.vstack([slopes * weight[:, None], np.diag(near)])
         right = np.concatenate([-residuals * weight, -at * near])
         step = np.linalg.lstsq(left, right, rcond=None)[0]
-        at = at + np.clip(step, -0.3, 0.3)
-        if np.abs(step).max() < 2e-3:
+        at, moved = at + np.clip(step, -0.3, 0.3), float(np.abs(step).max())
+        if moved < 2e-3:
             break
     constants = _constants(unknowns, at, bases)
     size = _errors(given, constants) / TOLERANCE

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from shardwise.planner.constants.inventory import Constants, software_of
-from shardwise.planner.formulas.prediction import Stack
-from shardwise.planner.published.calibrate import Sample, fit, samples, shipped_rows, stack_bases
+from shardwise.planner.constants.inventory import Constants, shipped, software_of
+from shardwise.planner.published.calibrate import Sample, fit, samples, shipped_rows
 from shardwise.planner.published.row import Row
 from shardwise.planner.published.row_model import model_key
 
@@ -34,17 +33,13 @@ def _known() -> tuple[Sample, ...]:
 
 @cache
 def _refitted(stacks: frozenset[str], software: frozenset[str], models: frozenset[str]) -> Constants:
-    """Constants fitted on what is left. A stack none of whose rows is left out keeps its way to cut and recompute."""
+    """Constants fitted on what is left. A stack none of whose rows is left out keeps its memory, and its way to cut and
+    to recompute; all that says how long it takes is fitted again."""
     left = [sample for sample in _known() if not _is_out(sample.row, stacks, software, models)]
     untouched = {
-        stack: base for stack, base in _whole_bases().items() if _rows_of(left, stack) == _rows_of(_known(), stack)
+        stack: given for stack, given in shipped().stacks.items() if _rows_of(left, stack) == _rows_of(_known(), stack)
     }
     return fit(left, untouched)
-
-
-@cache
-def _whole_bases() -> Mapping[str, Stack]:
-    return stack_bases(_known())
 
 
 def _rows_of(given: Sequence[Sample], stack: str) -> int:
