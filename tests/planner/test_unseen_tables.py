@@ -171,3 +171,37 @@ def test_windows_cost_what_they_look_at(tmp_path: Path) -> None:
     )
     assert half.model.attended(4096) == (4096 + 256) / 2
     assert predict(half).seconds["attention"] < 0.6 * predict(whole).seconds["attention"]
+
+
+def test_what_says_nothing_of_compilation_has_fused_kernels(tmp_path: Path) -> None:
+    rows = ({"compile": words, "tp": 8, "dp": 2, "sp": 1} for words in ("", "0", "1"))
+    fused, eager, compiled = (configuration(row) for row in read_table(written(tmp_path, *rows)))
+    assert (fused.fused, eager.fused, compiled.fused) == (True, False, False)
+    seconds = [predict(each).seconds for each in (fused, eager, compiled)]
+    assert seconds[0]["tensor"] < seconds[1]["tensor"] == seconds[2]["tensor"]
+    assert seconds[0]["memory_bound"] == seconds[2]["memory_bound"] < seconds[1]["memory_bound"]
+    assert seconds[0]["attention"] < seconds[1]["attention"] == seconds[2]["attention"]
+
+
+def test_zero3_of_its_first_years_gathers_by_each_ranks_own_network(tmp_path: Path) -> None:
+    rows = ({"gpu": "A100-80", "strategy": words, "flash": flash} for words, flash in (("ZeRO-3", 0), ("ZeRO-3", 1)))
+    first, later = (configuration(row) for row in read_table(written(tmp_path, *rows)))
+    assert (first.collectives, later.collectives) == ("flat", "nccl")
+    assert predict(first).seconds["shard"] > 3 * predict(later).seconds["shard"]
+
+
+def test_a_pipeline_gathers_its_parameters_once_a_step(tmp_path: Path) -> None:
+    row = read_table(written(tmp_path, {"pp": 2, "dp": 8, "gbs": 64, "strategy": "FSDP2"}))[0]
+    whole = configuration(row)
+    assert whole.whole_in_step and whole.accumulation == 8
+    freed = replace(whole, whole_in_step=False)
+    assert predict(whole).seconds["shard"] < predict(freed).seconds["shard"]
+    assert predict(whole).memory["gathered"] > predict(freed).memory["gathered"]
+
+
+def test_messages_hide_where_a_rank_has_several_stages(tmp_path: Path) -> None:
+    one, four = (
+        configuration(row)
+        for row in read_table(written(tmp_path, *({"pp": 4, "dp": 4, "gbs": 64, "vpp": stages} for stages in (1, 4))))
+    )
+    assert predict(four).seconds["pipeline"] < predict(one).seconds["pipeline"]

@@ -143,6 +143,7 @@ def _print(result: SearchResult, asked: Candidate, budget: Budget, top: int, not
 def _as_json(result: SearchResult, asked: Candidate, budget: Budget, top: int, notes: list[str]) -> dict[str, Any]:
     from shardwise.planner.search.expert_remarks import expert_remarks
     from shardwise.planner.search.explain import candidate_data, why_not_fit, why_slower
+    from shardwise.planner.search.probe_remarks import probe_remark
     from shardwise.planner.search.search import distinct
 
     question, best = result.question, result.ranked[0]
@@ -163,7 +164,7 @@ def _as_json(result: SearchResult, asked: Candidate, budget: Budget, top: int, n
         "do_not_fit": [
             candidate_data(candidate) | {"why": why_not_fit(candidate)} for candidate in distinct(result.misfits, top)
         ],
-        "notes": [*expert_remarks(result), *result.notes, *notes],
+        "notes": [*expert_remarks(result), *probe_remark(result), *result.notes, *notes],
     }
 
 

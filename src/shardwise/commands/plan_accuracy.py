@@ -36,6 +36,11 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="score each stack with constants refitted without any of its rows",
     )
+    parser.add_argument(
+        "--leave-one-table-out",
+        action="store_true",
+        help="score each table with constants refitted without it, its software and its models",
+    )
     parser.add_argument("--constants", metavar="FILE", help="constants of `shardwise plan calibrate`; unset: shipped")
 
 
@@ -51,8 +56,15 @@ def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.planner.published.evaluate import error_summary, evaluate_rows, summary_over_tables
     from shardwise.planner.published.tables import read_table
 
-    if options.leave_one_stack_out and options.constants:
-        raise ConfigError("--constants would do nothing beside --leave-one-stack-out, which refits them; leave one out")
+    refits = (
+        ("--leave-one-stack-out", options.leave_one_stack_out),
+        ("--leave-one-table-out", options.leave_one_table_out),
+    )
+    refitting = [name for name, given in refits if given]
+    if refitting and options.constants:
+        raise ConfigError(f"--constants would do nothing beside {refitting[0]}, which refits them; leave one out")
+    if len(refitting) > 1:
+        raise ConfigError(f"{' and '.join(refitting)} leave out different rows; give one")
     if options.probe_seed and not options.probe_rows:
         raise ConfigError(f"--probe-seed={options.probe_seed} does nothing without --probe-rows; give both")
     constants = read_constants(Path(options.constants)) if options.constants else None
@@ -60,7 +72,12 @@ def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     for path in map(Path, options.tables):
         rows = read_table(path)
         by_table[path.stem] = evaluate_rows(
-            rows, constants, options.probe_rows, options.probe_seed, options.leave_one_stack_out
+            rows,
+            constants,
+            options.probe_rows,
+            options.probe_seed,
+            options.leave_one_stack_out,
+            options.leave_one_table_out,
         )
     summaries = {name: error_summary(results) for name, results in by_table.items()}
     if options.json:

@@ -24,7 +24,11 @@ So is `link`, NVLink's, Infinity Fabric's or else PCIe's rate: bridges join pair
 `host_link` is NVLink-C2C's rate to a Grace CPU, one direction (GH200's and GB200's sheets); others have PCIe.
 `matmul` and `memory_bound` are no vendor's: the shares of peak and of bandwidth that large matrix products and
 element-wise kernels reach. `attention` is the share of the former's rate that flash attention on long sequences and
-large heads reaches, forward and backward. Where nobody has measured them they are those of the nearest part. In the
+large heads reaches, forward and backward; `fused_attention` that of the vendor's own kernels. Where nobody has
+measured them they are those of the nearest part. Short runs of H100 reach 0.76 to 0.81 of the peak in bf16
+(openxla/xla, matmul_interpolator_data.h); 0.62 is what is left at the clocks that 700 W sustain. Of parts of one die
+the share follows power over peak, as `POWER` of `row_cluster` does. cuDNN's attention on H100 is that of arXiv
+2407.08608, figures 5, 6; Blackwell's was set by hand. In the
 file the first pattern that matches wins, so a special part stands before the general one.
 """
 
@@ -67,6 +71,7 @@ class Accelerator:
     watts: float = 0.0
     matmul: float = 0.8
     attention: float = 0.45
+    fused_attention: float = 0.7
     memory_bound: float = 0.8
 
     def peak(self, dtype: str) -> float | None:

@@ -41,10 +41,12 @@ ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (to
 
 
 class StageWork(NamedTuple):
-    """The slowest pipeline rank: its blocks, and the seconds of its last backward that a reduction can hide behind."""
+    """The slowest pipeline rank: its blocks, and the seconds of its last backward that a reduction can hide behind, and
+    of a whole microbatch."""
 
     blocks: int
     last_backward: float
+    microbatch: float
 
 
 class AxisTraffic(NamedTuple):
@@ -60,11 +62,13 @@ def _tensor(configuration: TrainingConfiguration) -> float:
     over = rank_group(configuration, Axis.TENSOR)
     size = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
     if configuration.sequence_parallel:
-        exchange = 2 * gather_seconds(size, over) * configuration.stack.tensor_exposed
+        sizes = size, (size / 2 if configuration.precision == "fp8" else size)
+        exchange = sum(gather_seconds(moved, over) for moved in sizes) * configuration.stack.tensor_exposed
     else:
         exchange = all_reduce_seconds(size, over)
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
-    return (4 + 2 * again) * exchange * (ASYNC if configuration.async_tensor else 1.0)
+    in_pieces = configuration.async_tensor or (configuration.fused and configuration.sequence_parallel)
+    return (4 + 2 * again) * exchange * (ASYNC if in_pieces else 1.0)
 
 
 def _context(configuration: TrainingConfiguration) -> float:
@@ -110,8 +114,11 @@ def _messages(configuration: TrainingConfiguration, work: StageWork) -> float:
             0.0 if configuration.sequence_parallel else gather_seconds(size, rank_group(configuration, Axis.TENSOR))
         )
         size /= configuration.tensor
-    handover = 2 * configuration.virtual * (message_seconds(size, rank_group(configuration, Axis.PIPELINE)) + gathered)
-    return handover * (configuration.accumulation + configuration.pipeline - 1)
+    there_and_back = 2 * (message_seconds(size, rank_group(configuration, Axis.PIPELINE)) + gathered)
+    if configuration.virtual == 1:
+        return there_and_back * (configuration.accumulation + configuration.pipeline - 1)
+    beside = overlapped_seconds(work.microbatch, configuration.virtual * there_and_back, configuration.stack.overlap)
+    return configuration.accumulation * (beside - work.microbatch) + there_and_back * (configuration.pipeline - 1)
 
 
 def _reduction(configuration: TrainingConfiguration, work: StageWork) -> float:

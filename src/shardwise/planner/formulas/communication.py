@@ -11,6 +11,8 @@ that leave it (all groups of the axis run at once).
   one behind the other.
 - tree (Sanders, Speck and Traff 2009, double binary trees as NCCL builds them): all-reduce 2·S/b + 2·log2(m)·hops.
 - hierarchical: inside the nodes and between them one after the other, so that only m - 1 hops are between nodes.
+- flat, ZeRO-3 of its first years: what a rank gathers comes through its own part of the node's network, B/per_node, and
+  not through rings that leave a node once (as its step times in arXiv 2104.04473, table 2, say).
 - direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
   nodes copy inside at the link's speed at the same time.
 
@@ -128,12 +130,17 @@ def exchange_seconds(size: float, over: RankGroup, copies: int = 1) -> float:
 
 
 def gather_seconds(size: float, over: RankGroup, algorithm: str = "nccl") -> float:
-    """All-gather or reduce-scatter of `size` bytes, seconds; `algorithm`: nccl (ring), hierarchical or smddp."""
+    """All-gather or reduce-scatter of `size` bytes, seconds.
+
+    `algorithm`: nccl (ring), flat (each rank by its own part of the network), hierarchical or smddp.
+    """
     if over.ranks == 1:
         return 0.0
     share = (over.ranks - 1) / over.ranks * size
     if over.nodes == 1:
         return share / over.intra + (over.ranks - 1) * over.hop
+    if algorithm == "flat":
+        return share / min(over.intra, over.exchange[1]) + over.far_hop
     if algorithm == "nccl":
         return math.hypot(share / min(over.intra, over.inter), (over.ranks - 1) * over.far_hop)
     far = (over.nodes - 1) / over.nodes * size

@@ -46,7 +46,7 @@ DROPOUT_SCORE_PASSES = (3.5, 3.5)
 # the activation function. Layer norm is one kernel; RMS norm and rotary positions that are not fused are a dozen each,
 # in fp32: a Llama of 7B gains 325 passes a block from compilation, the same on A100 and H100 (tokens/s of fms-fsdp).
 PASSES = {
-    # (gated, compiled)
+    # (gated, compiled or fused by hand)
     (False, False): ((10.0, 16.0), (2.0, 2.0), (2.0, 3.0)),
     (False, True): ((7.0, 10.0), (1.0, 1.0), (1.0, 2.0)),
     (True, False): ((70.0, 100.0), (40.0, 50.0), (8.0, 14.0)),
@@ -75,10 +75,10 @@ class ProductFormat(NamedTuple):
 # Scales of a tensor (arXiv 2209.05433), of rows, of blocks of 128 (arXiv 2412.19437, section 3.3) and of 32 numbers
 # (OCP MX v1.0), and of 16 in 4 bits with random Hadamard transforms (arXiv 2509.25149, section 4).
 FORMATS = {
-    "fp8": ProductFormat(1.00, 4.0),
+    "fp8": ProductFormat(0.90, 4.0),
     "fp8-row": ProductFormat(0.65, 4.0),
-    "fp8-block": ProductFormat(0.92, 5.0),
-    "mxfp8": ProductFormat(0.95, 5.0),
+    "fp8-block": ProductFormat(0.86, 5.0),
+    "mxfp8": ProductFormat(0.88, 5.0),
     "nvfp4": ProductFormat(0.60, 8.0),
 }
 
@@ -114,7 +114,7 @@ class Rates(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def rates(accelerator: Accelerator, stack: Stack, precision: str) -> Rates:
+def rates(accelerator: Accelerator, stack: Stack, precision: str, fused: bool = False) -> Rates:
     """Rates of `accelerator` under `stack`; a dtype without a rate of its own runs at that of fp32."""
     usual = accelerator.peak(precision) or accelerator.fp32
     peak = usual * 1e12 * accelerator.matmul
@@ -123,7 +123,7 @@ def rates(accelerator: Accelerator, stack: Stack, precision: str) -> Rates:
     bandwidth = accelerator.bandwidth * 1e9 * accelerator.memory_bound
     return Rates(
         peak * stack.matmul * max(1.0, products),
-        peak * accelerator.attention * stack.attention,
+        peak * (accelerator.fused_attention if fused else accelerator.attention) * stack.attention,
         bandwidth / stack.memory_bound,
         accelerator.units,
         BYTES[precision],
@@ -174,7 +174,7 @@ def tokens_of(configuration: TrainingConfiguration) -> int:
 def block_work(configuration: TrainingConfiguration) -> tuple[KernelWork, KernelWork]:
     """(forward, backward) of one block without recomputation."""
     model, t = configuration.model, configuration.tensor
-    speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
+    speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision, configuration.fused)
     tokens = tokens_of(configuration)
     inner = model.dense_width // t
     shapes = model.attention_products(t)
@@ -209,6 +209,7 @@ def _experts(configuration: TrainingConfiguration, speed: Rates) -> tuple[float,
     rows = expert_rows(configuration) / groups
     inner = model.expert_width if configuration.expert > 1 else max(1, model.expert_width // configuration.tensor)
     shapes = [(model.hidden, inner * (2 if model.gated else 1)), (inner, model.hidden)]
+    speed = speed._replace(flops=speed.flops * configuration.stack.grouped)
     forward = sum(grouped_seconds(groups, rows, out, into, speed) for into, out in shapes)
     of_inputs = sum(grouped_seconds(groups, rows, into, out, speed) for into, out in shapes)
     backward = of_inputs + configuration.trained * forward  # of weights: as many products of as many rows
@@ -248,7 +249,7 @@ def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> 
     # Rows are sorted by expert, brought back, weighted and summed.
     sorting = EXPERT_PASSES * model.expert_layers * expert_rows(configuration) * model.hidden
     masks += sorting * speed.size / speed.bandwidth
-    norms, rotary, activation = PASSES[model.gated, configuration.compile]
+    norms, rotary, activation = PASSES[model.gated, configuration.compile or configuration.fused]
     forward, backward = (
         norm * between + turn * row / t + act * inner for norm, turn, act in zip(norms, rotary, activation)
     )
@@ -258,7 +259,7 @@ def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> 
 def kernels_of_block(configuration: TrainingConfiguration) -> float:
     """Launches of one block's forward."""
     model = configuration.model
-    launches = FORWARD_KERNELS[model.gated] * (COMPILED if configuration.compile else 1.0)
+    launches = FORWARD_KERNELS[model.gated] * (COMPILED if configuration.compile or configuration.fused else 1.0)
     launches += model.expert_layers * (EXPERT_KERNELS + GROUP_KERNELS * model.experts / configuration.expert)
     return launches * max(GRAPH_LAUNCH, 1.0 - configuration.captured)
 

@@ -172,7 +172,9 @@ def _trained_states(configuration: TrainingConfiguration, elements: float, data:
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0
-    gradients = 4 + (configuration.stack.gradient_copy if data * configuration.replica > 1 else 0.0)
+    gradients = BYTES[configuration.reduction] + (
+        configuration.stack.gradient_copy if data * configuration.replica > 1 else 0.0
+    )
     return {
         "parameters": size * elements,
         "gradients": gradients * elements * configuration.trained / (data if configuration.zero == 2 else 1),
@@ -190,7 +192,7 @@ def _buffers(configuration: TrainingConfiguration, elements: float, ends: float)
         return {"gathered": 0.0, "communication": 0.0}
     size, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     layer = sum(block_elements(configuration))
-    if configuration.schedule in SPLIT_SCHEDULES and configuration.pipeline > 1:
+    if configuration.whole_in_step or (configuration.schedule in SPLIT_SCHEDULES and configuration.pipeline > 1):
         return {"gathered": size * elements, "communication": reduction * elements}
     flat = (size + reduction) * max(layer, ends)
     return {"gathered": size * (2 * layer + ends), "communication": size * layer + flat}

@@ -131,4 +131,6 @@ def _parameter_traffic(configuration: TrainingConfiguration) -> tuple[float, flo
     algorithm = configuration.collectives
     parameters = sum(gather_seconds(count * size, ranks, algorithm) for count, ranks in units)
     gradients = sum(gather_seconds(count * reduced, ranks, algorithm) for count, ranks in units)
+    if configuration.whole_in_step:
+        return parameters / configuration.accumulation, gradients / configuration.accumulation
     return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)

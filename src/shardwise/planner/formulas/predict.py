@@ -17,6 +17,7 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.job.axes import data_axes
@@ -33,6 +34,7 @@ HOST_MEMORY = 25e9  # bytes a second of host memory for one accelerator: 12 chan
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 FULL = 0.9  # of the memory, from which an allocator has to free before it can allocate
 HOST = 4.0  # exponent that joins host and accelerator
+COUNTED_HOST = 2.0  # where the host waits in each block for the numbers of experts' rows, and runs ahead no more
 
 
 def predict(configuration: TrainingConfiguration) -> Prediction:
@@ -40,28 +42,13 @@ def predict(configuration: TrainingConfiguration) -> Prediction:
 
     Nothing is checked for legality here; `shardwise.plan.plan.resolve` is.
     """
-    layer, ends = block_time(configuration), _ends(configuration)
-    blocks, with_head = _slowest(configuration, layer.device, ends.device)
-    m, p = configuration.accumulation, configuration.pipeline
-    seconds = _causes(layer, ends, blocks, 1.0 if with_head else 0.0)
-    seconds = {cause: m * value for cause, value in seconds.items()}
-    seconds["launch"] = m * _launch(configuration, layer, ends, blocks)
-    mean = (configuration.model.layers * layer.device + ends.device) / p
-    idle = 1 / 3 if configuration.schedule in SPLIT_SCHEDULES else 1.0
-    seconds["bubble"] = idle * (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
-    work = StageWork(blocks, blocks * (layer.backward.device + layer.again.device))
-    for axis, exposed in step_traffic(configuration, work).items():
-        seconds[axis] += exposed
-    seconds["optimizer"] = _optimizer(configuration, blocks)
-    if configuration.reference:
-        seconds["reference"] = (m + p - 1) * _reference(configuration, layer, blocks) + m * _head_forward(configuration)
+    layer = block_time(configuration)
     memory = stage_footprints(configuration, layer)
     totals = [sum(causes.values()) for causes in memory]
     total, room = max(totals), math.exp(EIGHTY * configuration.stack.memory_spread)
-    accelerator = configuration.cluster.accelerator
-    seconds["stalls"] = _stalls(configuration, full=total > FULL * accelerator.memory_bytes)
-    seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
+    seconds = _seconds(configuration, layer, totals)
     step = sum(seconds.values())
+    accelerator = configuration.cluster.accelerator
     prediction = Prediction(
         step_seconds=step,
         seconds=seconds,
@@ -80,6 +67,36 @@ def predict(configuration: TrainingConfiguration) -> Prediction:
     stack = configuration.stack
     width = math.exp(EIGHTY * math.hypot(stack.spread, stack.wait_spread * prediction.waits))
     return replace(prediction, interval=(step / width, step * width))
+
+
+def seconds_by_cause(configuration: TrainingConfiguration) -> dict[str, float]:
+    """Return `Prediction.seconds` alone, without the memory that no second depends on."""
+    layer = block_time(configuration)
+    stalls = configuration.stack.stall > 0 and configuration.pipeline > 1
+    stages = stage_footprints(configuration, layer) if stalls else []
+    return _seconds(configuration, layer, [sum(causes.values()) for causes in stages])
+
+
+def _seconds(configuration: TrainingConfiguration, layer: BlockTime, totals: Sequence[float]) -> dict[str, float]:
+    ends = _ends(configuration)
+    blocks, with_head = _slowest(configuration, layer.device, ends.device)
+    m, p = configuration.accumulation, configuration.pipeline
+    seconds = _causes(layer, ends, blocks, 1.0 if with_head else 0.0)
+    seconds = {cause: m * value for cause, value in seconds.items()}
+    seconds["launch"] = m * _launch(configuration, layer, ends, blocks)
+    mean = (configuration.model.layers * layer.device + ends.device) / p
+    idle = 1 / 3 if configuration.schedule in SPLIT_SCHEDULES else 1.0
+    seconds["bubble"] = idle * (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
+    work = StageWork(blocks, blocks * (layer.backward.device + layer.again.device), blocks * layer.device)
+    for axis, exposed in step_traffic(configuration, work).items():
+        seconds[axis] += exposed
+    seconds["optimizer"] = _optimizer(configuration, blocks)
+    if configuration.reference:
+        seconds["reference"] = (m + p - 1) * _reference(configuration, layer, blocks) + m * _head_forward(configuration)
+    full = max(totals, default=0.0) > FULL * configuration.cluster.accelerator.memory_bytes
+    seconds["stalls"] = _stalls(configuration, full)
+    seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
+    return seconds
 
 
 def _ends(configuration: TrainingConfiguration) -> KernelWork:
@@ -130,7 +147,8 @@ def _launch(configuration: TrainingConfiguration, layer: BlockTime, ends: Kernel
     device = blocks * layer.device + ends.device
     host = blocks * layer.host + ends.host
     host += blocks * message_waits(configuration)
-    return overlapped_seconds(device, host, HOST) - device
+    waiting = configuration.expert > 1 and configuration.captured < 1.0
+    return overlapped_seconds(device, host, COUNTED_HOST if waiting else HOST) - device
 
 
 def _stalls(configuration: TrainingConfiguration, full: bool) -> float:

@@ -289,6 +289,7 @@ class Stack:
         network: share of the fabric's rate.
         tensor_exposed: share of the all-gathers and reduce-scatters of tensor ranks that no product hides.
         expert_exposed: likewise of the exchanges of experts' rows.
+        grouped: share of the products' rate that grouped products of experts reach.
         pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
             nodes.
         stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
@@ -319,6 +320,7 @@ class Stack:
     network: float = 1.0
     tensor_exposed: float = 1.0
     expert_exposed: float = 1.0
+    grouped: float = 0.8
     pipeline_wait: float = 0.0
     stall: float = 0.0
     activations: float = 1.0
@@ -349,16 +351,20 @@ class TrainingConfiguration:
             `attention` (the attention core only, arXiv 2205.05198), `half` (as selective, and half of the products).
         gathers_float8: blocks' sharded parameters travel in a byte each.
         checkpointed: share of the blocks that checkpoint.
-        collectives: `nccl`, `hierarchical`, or `smddp` (`communication.py`).
+        collectives: `nccl`, `flat`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
         scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
         captured: share of a block's launches that CUDA graphs make.
+        fused: blocks are written with the accelerator vendor's fused kernels: norms, rotary positions, activation,
+            attention, and tensor traffic in pieces beside products.
         copies_on_nodes: a row crosses the network once for all of its experts on a node.
         trained: share of the parameters that have gradients and optimizer state.
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
+        whole_in_step: a pipeline's parameters stay gathered, and its gradients whole, from a step's first microbatch to
+            its last.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
             others' are freed.
     """
@@ -399,8 +405,10 @@ class TrainingConfiguration:
     trained: float = 1.0
     reference: str = ""
     kept_blocks: int = 0
+    whole_in_step: bool = False
     imbalance: float = IMBALANCE
     captured: float = 0.0
+    fused: bool = False
     copies_on_nodes: bool = False
 
     @property

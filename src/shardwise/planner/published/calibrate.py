@@ -18,14 +18,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwise.planner.constants.hardware import DATA, GIB
 from shardwise.planner.constants.inventory import Constants, family
-from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.predict import predict, seconds_by_cause
 from shardwise.planner.formulas.prediction import Stack, TrainingConfiguration
 from shardwise.planner.published.calibrate_memory import FACTORS, LEAST_ROWS, Held, fit_memory
 from shardwise.planner.published.calibrate_spread import (
@@ -37,22 +37,24 @@ from shardwise.planner.published.calibrate_spread import (
     wait_spread,
 )
 from shardwise.planner.published.mapping import configuration
-from shardwise.planner.published.measurement import measured, predicted
+from shardwise.planner.published.measurement import is_of_one_block, measured, predicted
 from shardwise.planner.published.row import Row, Unmapped
 from shardwise.planner.published.tables import read_table
 
 ROUNDS = 12
+MOVED = 0.05  # of an unknown in a round, from which on the slopes are found anew
 TOLERANCE = 0.1  # log error at which a row's weight is halved
 EVIDENCE = 24.0  # rows that a whole stack counts as
 ALL_SD = 0.10  # what training reaches of benchmarked products, on all alike
 FAMILY_SD = 0.04  # and of one family
 DEFAULT_SD = {
     "attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2,
-    "recompute": 0.2,
+    "recompute": 0.2, "tensor_exposed": 0.3, "expert_exposed": 0.3, "grouped": 0.2,
 }  # fmt: skip
 STACK_SD = {
     "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
     "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
+    "tensor_exposed": 0.3, "expert_exposed": 0.3, "grouped": 0.2,
 }  # fmt: skip
 TRIED = 20  # of the departures of products every 20th is predicted, 0.1 apart; a line in between is off by 0.0004
 MEMORY = (*FACTORS, "logit_bytes", "memory_spread")
@@ -77,10 +79,19 @@ class Sample:
 
     def error(self, configuration: TrainingConfiguration) -> float:
         """log(predicted seconds / measured seconds)."""
+        causes = seconds_by_cause(configuration)
+        seconds = sum(causes.values()) - (causes["optimizer"] if is_of_one_block(self.row) else 0.0)
+        return math.log(seconds / self._measured_seconds)
+
+    @cached_property
+    def _measured_seconds(self) -> float:
+        """Seconds of what was measured; a rate is that of the step that it would take."""
         measurement = measured(self.row)
         assert measurement is not None
-        ratio = math.log(predicted(self.row, predict(configuration)) / measurement.value)
-        return ratio if measurement.unit == "step_s" else -ratio
+        if measurement.unit == "step_s":
+            return measurement.value
+        prediction = predict(self.configuration)
+        return prediction.step_seconds * predicted(self.row, prediction) / measurement.value
 
 
 def samples(rows: Iterable[Row], role: str = "calibrate") -> list[Sample]:
@@ -101,9 +112,10 @@ def shipped_rows() -> tuple[Row, ...]:
     return tuple(read_table(DATA / "calibration.csv"))
 
 
-def fit(given: Sequence[Sample]) -> Constants:
-    """Constants that fit the samples."""
-    bases = {name: _base(own) for name, own in _by_stack(given).items()}
+def fit(given: Sequence[Sample], known: Mapping[str, Stack] | None = None) -> Constants:
+    """Constants that fit the samples. Stacks of `known` keep what is not fitted together with the others."""
+    found = known or {}
+    bases = {name: found[name] if name in found else _base(own) for name, own in _by_stack(given).items()}
     return _with_spread(given, _solved(given, bases)[0])
 
 
@@ -147,15 +159,18 @@ def _solved(given: Sequence[Sample], bases: Mapping[str, Stack]) -> tuple[Consta
     counts = {name: len(own) for name, own in _by_stack(given).items()}
     share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
     sd = np.array([unknown.sd for unknown in unknowns])
+    slopes, moved = np.zeros((0, 0)), math.inf
     for _ in range(ROUNDS):
-        residuals, slopes = _derivatives(given, unknowns, at, bases)
+        residuals = _errors(given, _constants(unknowns, at, bases))
+        if moved > MOVED:
+            slopes = _slopes(given, unknowns, at, bases, residuals)
         weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
         near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
         left = np.vstack([slopes * weight[:, None], np.diag(near)])
         right = np.concatenate([-residuals * weight, -at * near])
         step = np.linalg.lstsq(left, right, rcond=None)[0]
-        at = at + np.clip(step, -0.3, 0.3)
-        if np.abs(step).max() < 2e-3:
+        at, moved = at + np.clip(step, -0.3, 0.3), float(np.abs(step).max())
+        if moved < 2e-3:
             break
     constants = _constants(unknowns, at, bases)
     size = _errors(given, constants) / TOLERANCE
@@ -201,24 +216,36 @@ def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
     return np.array([sample.error(constants.applied(sample.configuration)) for sample in given])
 
 
-def _derivatives(
-    given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack]
-) -> tuple[np.ndarray, np.ndarray]:
-    """(errors, their slopes). An unknown of a stack moves its own rows only."""
-    base = _errors(given, _constants(unknowns, at, bases))
+def _slopes(
+    given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack], base: np.ndarray
+) -> np.ndarray:
+    """Slopes of the errors `base`. An unknown of a stack moves its own rows only, and of these those that have it."""
     slopes, width = np.zeros((len(given), len(unknowns))), 0.02
     for index, unknown in enumerate(unknowns):
         moved = at.copy()
         moved[index] += width
         constants = _constants(unknowns, moved, bases)
         for line, sample in enumerate(given):
-            own = {
-                "accelerator": family(sample.configuration.cluster.accelerator),
-                "stack": sample.configuration.stack.name,
-            }
-            if unknown.name == "*" or own.get(unknown.kind, unknown.name) == unknown.name:
+            if _moves(unknown, sample.configuration):
                 slopes[line, index] = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
-    return base, slopes
+    return slopes
+
+
+def _moves(unknown: Unknown, configuration: TrainingConfiguration) -> bool:
+    """Return whether an unknown can change the time of a configuration."""
+    own = {"accelerator": family(configuration.cluster.accelerator), "stack": configuration.stack.name}
+    if unknown.name != "*" and own.get(unknown.kind, unknown.name) != unknown.name:
+        return False
+    return {
+        "attention": configuration.flash,
+        "score_passes": not configuration.flash,
+        "recompute": configuration.checkpointing != "none",
+        "pipeline_wait": configuration.pipeline > 1,
+        "stall": configuration.pipeline > 1,
+        "tensor_exposed": configuration.sequence_parallel,
+        "expert_exposed": configuration.expert > 1,
+        "grouped": configuration.model.stacked > 0,
+    }.get(unknown.constant, True)
 
 
 def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:

@@ -67,7 +67,8 @@ def _fitted(rows: Sequence[Held], stack: Stack) -> Stack:
         left = np.vstack([columns * weight[:, None], np.diag(1 / SD)])
         at = np.linalg.lstsq(left, np.concatenate([(truth - base) * weight, NEAR / SD]), rcond=None)[0]
     fitted = replace(stack, **{name: max(0.0, float(value)) for name, value in zip(FACTORS, at)})  # type: ignore[arg-type]
-    return replace(fitted, memory_spread=max(LEAST_SPREAD, 1.48 * statistics.median(_errors(rows, fitted))))
+    usual = float(statistics.median(_errors(rows, fitted)))
+    return replace(fitted, memory_spread=max(LEAST_SPREAD, 1.48 * usual))
 
 
 def _errors(rows: Sequence[Held], stack: Stack) -> list[float]:

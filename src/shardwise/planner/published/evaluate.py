@@ -16,6 +16,7 @@ from shardwise.planner.constants.inventory import Constants, shipped
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.published.calibrate import Sample, fit, samples, seen, shipped_rows
 from shardwise.planner.published.calibrate_spread import STRANGER_ROWS, USUAL, USUAL_ROWS, Prior, probed
+from shardwise.planner.published.left_out import constants_without
 from shardwise.planner.published.mapping import configuration, mapped
 from shardwise.planner.published.measurement import measured, predicted
 from shardwise.planner.published.row import Row, Unmapped
@@ -80,15 +81,16 @@ def evaluate_rows(
     probe_rows: int = 0,
     probe_seed: int = 0,
     leave_one_stack_out: bool = False,
+    leave_table_out: bool = False,
 ) -> list[RowResult]:
     """Return every row's result. `constants`: those of a file instead of the shipped ones.
 
     `probe_rows`: for each stack the rate of its matrix products is fitted on so many of its rows, drawn with
     `probe_seed`, and the others are scored. `leave_one_stack_out`: each stack is predicted by constants refitted
-    without any of its rows.
+    without any of its rows. `leave_table_out`: all of `rows` are predicted as if nobody had measured this software or
+    these models (`left_out`).
     """
-    given = constants or shipped()
-    choose: Choice = _left_out if leave_one_stack_out else lambda stack: given
+    choose = _choice(rows, constants or shipped(), leave_one_stack_out, leave_table_out)
     by_name, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
     results = []
     for index, row in enumerate(rows):
@@ -96,6 +98,13 @@ def evaluate_rows(
         result = _result(row, by_name[stack] if stack in by_name else choose(stack))
         results.append(replace(result, probe=index in probes))
     return results
+
+
+def _choice(rows: Sequence[Row], given: Constants, leave_one_stack_out: bool, leave_table_out: bool) -> Choice:
+    if leave_table_out:
+        by_stack = constants_without(rows)
+        return lambda stack: by_stack[stack]
+    return _left_out if leave_one_stack_out else lambda stack: given
 
 
 @cache

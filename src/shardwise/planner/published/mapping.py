@@ -7,6 +7,7 @@ setting or a network are read. Cells that contradict each other leave a row unma
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardwise.planner.formulas.prediction import ModelShape, Stack, TrainingConfiguration
@@ -16,7 +17,9 @@ from shardwise.planner.published.row_model import model_of
 from shardwise.planner.published.row_settings import (
     captured_launches,
     checkpointing,
+    collectives,
     copies_on_nodes,
+    fused_attention,
     has_adapters,
     precision,
     reduction,
@@ -49,6 +52,7 @@ def configuration(row: Row) -> TrainingConfiguration:
     return mapped(row).configuration
 
 
+@lru_cache(maxsize=8192)
 def mapped(row: Row) -> MappedRow:
     """Return what the row ran, and what was taken for cells that state nothing. Raises Unmapped."""
     _check_speed(row)
@@ -103,11 +107,15 @@ def _settings(row: Row, degrees: Degrees, model: ModelShape) -> dict[str, Any]:
         "placement": "PDT",
         "precision": precision(row),
         "reduction": reduction(row),
+        "gathers_float8": zero == 3 and precision(row) == "fp8",
+        "whole_in_step": zero == 3 and degrees.pipeline > 1,
         "offload_activations": "act" in row.text.get("offload", ""),
-        "flash": row.text["flash"].lower() not in ("0", "no", "false", "off", "none"),
+        "flash": fused_attention(row),
         "compile": row.is_true("compile"),
+        # Who says nothing of torch.compile has blocks that are tuned by hand.
+        "fused": fused_attention(row) and not row.says("compile"),
         "dropout": row.text["mlp"] == "gelu" and row.text["flash"] == "0",
-        "collectives": "smddp" if "smddp" in row.text.get("collectives", "").lower() else "nccl",
+        "collectives": collectives(row),
         "scattered_messages": True,
         "async_tensor": "asynctp" in strategy.replace("-", ""),
         "trained": model.adapter_share(ADAPTER_RANK) if has_adapters(row) else 1.0,

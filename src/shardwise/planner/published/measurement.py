@@ -43,11 +43,16 @@ def _convention(text: str) -> str:
     raise Unmapped(f"flops_convention={text!r} is not known")
 
 
+def is_of_one_block(row: Row) -> bool:
+    """Return whether the row has the time of one block, without an optimizer's step."""
+    return row.text["metric"].startswith(LAYER_METRIC)
+
+
 def predicted(row: Row, prediction: Prediction) -> float:
     """The prediction in the unit of the row's measurement; step seconds where it has none."""
     measurement = measured(row)
     if measurement is None or measurement.unit == "step_s":
-        if row.text["metric"].startswith(LAYER_METRIC):
+        if is_of_one_block(row):
             return prediction.step_seconds - prediction.seconds["optimizer"]
         return prediction.step_seconds
     if measurement.unit == "tok_s_gpu":

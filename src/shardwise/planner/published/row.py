@@ -15,9 +15,9 @@ class Unmapped(Exception):
     """A row from which no configuration can be made, and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
-    """A row of a table.
+    """A row of a table; two are the same only where they are one object.
 
     Attributes:
         text: what stands in each column, without the mark of what a source merely suggests.

@@ -71,6 +71,20 @@ def sharding(row: Row) -> int:
     return next((stage for pattern, stage in stages if re.search(pattern, words)), 0)
 
 
+def collectives(row: Row) -> str:
+    """Return how parameters are gathered; ZeRO-3 of the years before flash attention did so parameter by parameter."""
+    if "smddp" in row.text.get("collectives", "").lower():
+        return "smddp"
+    strategy = re.sub(r"[-_ ]", "", row.text.get("strategy", "").lower())
+    first_generation = "zero3" in strategy and "mics" not in strategy and "fsdp" not in strategy
+    return "flat" if first_generation and not fused_attention(row) else "nccl"
+
+
+def fused_attention(row: Row) -> bool:
+    """Return whether attention is a fused kernel, which a cell that says nothing is taken to mean."""
+    return row.text["flash"].lower() not in ("0", "no", "false", "off", "none")
+
+
 def has_adapters(row: Row) -> bool:
     """Return whether a strategy says that weights are frozen under adapters; SFT alone trains all of them."""
     return _ADAPTED.search(row.text.get("strategy", "").lower()) is not None

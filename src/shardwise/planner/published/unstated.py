@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.planner.formulas.footprint import footprint
-from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.predict import seconds_by_cause
 from shardwise.planner.formulas.prediction import TrainingConfiguration
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -54,4 +54,4 @@ def with_checkpointing(given: TrainingConfiguration) -> TrainingConfiguration:
 def _quickest(ways: list[TrainingConfiguration]) -> TrainingConfiguration | None:
     """Return the quickest of those that fit; None where none does."""
     fitting = [way for way in ways if fits(way)]
-    return max(fitting, key=lambda way: predict(way).tokens_per_second) if fitting else None
+    return max(fitting, key=lambda way: way.tokens / sum(seconds_by_cause(way).values())) if fitting else None

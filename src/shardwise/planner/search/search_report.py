@@ -23,6 +23,7 @@ from shardwise.planner.search.explain import (
     why_not_fit,
     why_slower,
 )
+from shardwise.planner.search.probe_remarks import probe_remark
 from shardwise.planner.search.search import Candidate, SearchResult, distinct
 
 BAR = 24  # characters of the longest bar
@@ -155,4 +156,5 @@ def search_remarks(result: SearchResult, most: int = 4) -> Iterator[str]:
     for candidate in distinct(fastest, most):
         yield f"does not fit: {layout_of(candidate)}, {memory_policy(candidate)}: {why_not_fit(candidate)}"
     yield from expert_remarks(result)
+    yield from probe_remark(result)
     yield from result.notes
