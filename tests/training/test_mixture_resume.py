@@ -19,8 +19,10 @@ def a_mixture(corpora: Path, output: Path, weights: dict[str, float], **more: An
     sources = []
     for name, weight in weights.items():
         path = output.parent / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": f"{name} says {number} " * 9}) + "\n" for number in range(60)))
-        sources.append({"path": str(path), "weight": weight})
+        path.write_text(
+            "".join(json.dumps({"input_ids": [number + ord(name) % 7] * 20}) + "\n" for number in range(60))
+        )
+        sources.append({"path": str(path), "format": "tokens", "weight": weight})
     job = a_job(corpora, output, precision={"compute": "fp64"}, training={"sequences_per_step": 7}, **more)
     keys = {"path": None, "format": "auto", "sources": sources, "sequence_length": 16, "isolate_documents": False,
             "curriculum": [{"samples": 24, "weights": {"b": 3.0}}]}  # fmt: skip
