@@ -161,7 +161,8 @@ class DataSection(Section):
     @property
     def row_formats(self) -> list[str]:
         """The formats of rows that are given or have been found: of the data, or of each source."""
-        formats = [source.format for source in self.sources] or [self.format]
+        formats: list[str] = [source.format for source in self.sources]
+        formats = formats or [self.format]
         return [name for name in dict.fromkeys(formats) if name in ROW_FORMATS]
 
     @property
