@@ -93,7 +93,7 @@ HELD = {
     "nemo_bridge_h100": (5, 10),
     "torchtitan_fp8_405b": (11, 30),
 }
-CONTRADICTED = {"nanotron_grid_h100": 99, "bridge_moe_2025": 96}  # tables with rows that are left out, and what is mapped
+CONTRADICTED = {"nanotron_grid_h100": 99, "bridge_moe_2025": 96}  # with rows that are left out, and what is mapped
 MEMORY_HELD = {
     "megatron_sequence_parallel_a100": (4, 8),
     "torchtitan_bf16": (3, 5),
