@@ -55,8 +55,11 @@ def state_table(assembled: AssembledJob) -> Table:
     table.add_row("buffers", "as the model", f"{buffers:,}")
     table.add_row("compute", dtypes.compute, "gathered a block at a time" if model.fsdp_modules else "in place")
     table.add_row("gradients", dtypes.reduction, f"{optimizer.gradient_bytes:,}")
-    name, kept = assembled.plan.job.optimizer.name, [NAMES.get(dtype, str(dtype)) for dtype in optimizer.state_dtypes()]
-    table.add_row(f"optimizer ({name})", ", ".join(kept) or dtypes.optimizer, f"{optimizer.state_bytes():,}")
+    name, widths = (
+        assembled.plan.job.optimizer.name,
+        [NAMES.get(dtype, str(dtype)) for dtype in optimizer.state_dtypes()],
+    )
+    table.add_row(f"optimizer ({name})", ", ".join(widths) or dtypes.optimizer, f"{optimizer.state_bytes():,}")
     if model.reference is not None:
         table.add_row("reference (frozen)", dtypes.parameters, f"{_bytes(model.reference.tensor_map):,}")
     if model.ema is not None:
