@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizers import ELEMENTWISE
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
@@ -55,10 +56,10 @@ def check(pool: WorldPool, corpora: Path, output: Path, ranks: int = 2, skipped:
         assert len(mine) == count and mine == pytest.approx(other, rel=precise), key
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, "Adafactor"])
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *RECORDS])
 def test_optimizers(world_pool: WorldPool, corpora: Path, tmp_path: Path, name: str) -> None:
-    decay = {"weight_decay": 0.0} if name == "Rprop" else {}
-    check(world_pool, corpora, tmp_path, 1 if name == "Adafactor" else 2, optimizer={"name": name, **decay})
+    more: dict[str, Any] = {"Rprop": {"weight_decay": 0.0}, "ScheduleFreeAdamW": {"schedule": "constant"}}
+    check(world_pool, corpora, tmp_path, optimizer={"name": name, **more.get(name, {})})
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -43,6 +43,18 @@ def test_a_number_gets_the_nearest_value(signed: bool) -> None:
     torch.testing.assert_close(back, table[codes.long()] * of_block, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_fp32_has_the_codes_of_a_search(signed: bool) -> None:
+    torch.manual_seed(0)
+    borders = dynamic_map(signed, torch.device("cpu"))[1]
+    beside = [torch.nextafter(borders, torch.full_like(borders, way)) for way in (-2.0, 2.0)]
+    parts = torch.cat([borders, *beside, torch.randn(10_000).clamp_(-1, 1) ** 5, torch.zeros(3), -torch.zeros(3)])
+    parts = torch.cat([parts, torch.ones(1)]).unsqueeze(0)  # one block, whose scale is 1
+    span = Span(0, parts.shape[1], parts.shape[1])
+    codes = encode(parts, torch.ones(1, 1), span, "dynamic", signed)
+    assert torch.equal(codes, torch.bucketize(parts, borders, right=True).to(torch.uint8))
+
+
 @pytest.mark.parametrize("form, signed", FORMS)
 def test_a_slice_of_a_row_has_the_codes_of_the_whole(form: str, signed: bool) -> None:
     torch.manual_seed(0)

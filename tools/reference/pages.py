@@ -24,6 +24,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.errors.exit_codes import EXIT_CODES, RESTART_POLICIES
 from shardwise.job.axes import Axis
 from shardwise.job.keys import leaf_keys, sections
+from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
 from shardwise.job.schema import Job
 from shardwise.job.section import Section, item_sections_of
@@ -156,8 +157,10 @@ def legality_page() -> Iterator[str]:
     yield "nearest value that works, that one.\n"
     rows = ((code(r.id), ", ".join(code(k) for k in r.keys), r.sentence, r.fix) for r in rules())
     yield from table(("rule", "keys", "what has to hold, or why the key is refused", "way out"), rows)
-    yield f"Elementwise optimizers, whose state can be sharded: {', '.join(map(code, ELEMENTWISE))}. Not usable:\n"
-    yield from (f"- `{name}`: {because}" for name, because in UNUSABLE.items())
+    yield "Optimizers of this package, for every layout:\n"
+    yield from (f"- `{name}`: {record.does}" for name, record in RECORDS.items())
+    yield f"\nElementwise ones of torch, whose state can be sharded: {', '.join(map(code, ELEMENTWISE))}. Not usable:\n"
+    yield from (f"- `{name}`: {because}" for name, because in UNUSABLE.items() if name not in RECORDS)
 
 
 # --- SMP -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+    def step(self, closure: Any = None) -> Any:
         for group, weight, gradient, state in _with_gradients(self):
             beta1, beta2 = group["betas"]
             moment = state.setdefault("exp_avg", torch.zeros_like(weight))
@@ -49,7 +49,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         super().__init__(params, options | {"r": r, "weight_lr_power": weight_lr_power})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+    def step(self, closure: Any = None) -> Any:
         for group, weight, gradient, state in _with_gradients(self):
             beta1, beta2 = group["betas"]
             if not state:
@@ -97,7 +97,7 @@ class AdamWWithKept(torch.optim.Optimizer):
         super().__init__(params, options | {"block_size": block_size})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+    def step(self, closure: Any = None) -> Any:
         for group, weight, gradient, state in _with_gradients(self):
             beta1, beta2 = group["betas"]
             state["step"] = state.get("step", 0) + 1

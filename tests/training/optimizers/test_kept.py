@@ -23,8 +23,8 @@ QUIET = {"tensorboard": False, "sample": False}
 
 
 def kept_job(corpora: Path, output: Path, name: str, parallel: dict[str, Any], **checkpoint: Any) -> Job:
-    """Four steps of one block, a checkpoint after every second."""
-    job = job_of(corpora, name, parallel, layers=1)
+    """Four steps, a checkpoint after every second."""
+    job = job_of(corpora, name, parallel, layers=2)
     sections = {"checkpoint": {"every": 2, **checkpoint}, "observe": QUIET, "output": str(output)}
     return Job.model_validate({**job.model_dump(), **sections})
 

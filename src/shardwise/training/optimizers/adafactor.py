@@ -105,7 +105,7 @@ class Adafactor(SliceOptimizer):
             return {"variance": form_of_parameter(entry, parameter.dtype)}
         return {"row_var": form_without(entry, parameter, -1), "col_var": form_without(entry, parameter, -2)}
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+    def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient. Collective where tensors are cut."""
         with torch.no_grad():
             groups = {parameter: group for group, parameter in self.updates()}

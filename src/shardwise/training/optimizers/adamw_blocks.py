@@ -99,7 +99,7 @@ class BlockwiseAdamW(SliceOptimizer):
         settings = {"lr": lr, "betas": check_betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, settings | {"block_size": block_size})
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+    def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient; scales of blocks that are cut are agreed on first."""
         with torch.no_grad():
             for _, parameter in self.updates():

@@ -59,7 +59,7 @@ class SliceOptimizer(torch.optim.Optimizer):
                 if parameter.grad is not None and parameter.numel():
                     yield group, parameter
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes none
+    def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
         with torch.no_grad():
             for group, parameter in self.updates():
