@@ -151,7 +151,7 @@ def _from_stream(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     corpus = find_stream(job.data)
     source = find_tokenizer(job, [corpus], model_vocabulary, say)
     stream = PreparedStream(corpus, source, model_vocabulary, job.training.seed)
-    options = {
+    options: dict[str, Any] = {
         "masking": _masking(job, stream.facts),
         "spans": _spans(job, stream.facts),
         "isolate_documents": job.data.isolate_documents,
