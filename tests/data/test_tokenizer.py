@@ -24,7 +24,7 @@ from tests.data.conftest import TEXTS, JobMaker
 
 
 def find(job: Job, model_vocabulary: int | None = None, said: list[str] | None = None) -> TokenizerSource | None:
-    return find_tokenizer(job, find_corpus(job.data), model_vocabulary, (said if said is not None else []).append)
+    return find_tokenizer(job, [find_corpus(job.data)], model_vocabulary, (said if said is not None else []).append)
 
 
 def trained(job: Job) -> Path:

@@ -60,7 +60,8 @@ class Answers(BaseHTTPRequestHandler):
             self._api(repository, parts[4:]) if repository.is_dir() else self._missing("RepoNotFound")
             return
         path = self._repository(parts[1:3]).joinpath(*parts[5:])  # datasets/ORG/NAME/resolve/REVISION/PATH
-        self._file(path) if path.is_file() else self._missing("EntryNotFound")
+        is_known = parts[4:5] in (["main"], [COMMIT])
+        self._file(path) if is_known and path.is_file() else self._missing("EntryNotFound")
 
     def _repository(self, names: list[str]) -> Path:
         return self.root.joinpath(*names)

@@ -52,7 +52,7 @@ def test_ranks_share_bounded_blocks_and_go_on_from_a_position(tmp_path: Path) ->
                 first = start + 500 * rank
                 assert stream.read(first, first + 501).tolist() == right[first : first + 501]
             [directory] = root.iterdir()
-            assert sum(4 * block.tokens for block in BlockCache(directory).blocks()) < (1 << 12) + 8_000
+            assert sum(4 * block.length for block in BlockCache(directory).blocks()) < (1 << 12) + 8_000
         places = {stream.position(12_000) for stream in ranks}
         [place] = places
         assert 0 < place.tokens < 12_000 and BlockCache(directory).blocks()[0].position.tokens > 0

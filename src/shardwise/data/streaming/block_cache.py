@@ -32,13 +32,13 @@ class Block(NamedTuple):
     """A complete block in the cache."""
 
     position: Position
-    tokens: int
+    length: int
     path: Path
 
     @property
     def end(self) -> int:
         """The token behind its last one."""
-        return self.position.tokens + self.tokens
+        return self.position.tokens + self.length
 
 
 class BlockCache:

@@ -167,7 +167,7 @@ class Producer:
         while True:
             while self.kept and self.kept[0].end <= int(readers[:, 0].min()):
                 self.kept.popleft().path.unlink(missing_ok=True)
-            if produced < int(readers[:, 1].max()) or sum(4 * block.tokens for block in self.kept) < self.limit:
+            if produced < int(readers[:, 1].max()) or sum(4 * block.length for block in self.kept) < self.limit:
                 break
             self.status.tell(stage="waiting for the ranks")
             time.sleep(POLL)
