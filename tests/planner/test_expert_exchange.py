@@ -24,7 +24,7 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
 from tests.parallel.test_experts import by_hosts
 
-TABLE = Path(__file__).parents[1] / "data" / "perf-tables" / "expert_exchange.csv"
+TABLE = Path(__file__).parents[1] / "data" / "perf-tables" / "fabric_ep_and_allreduce.csv"
 EFA, NVLINK = 50.0, 450.0  # GB/s of one p5en accelerator over the network, and over its links, one direction
 # Qwen3-30B-A3B: 48 blocks of 128 experts of width 768, of which a token takes 8.
 STACKED = 3 * 2048 * 768 * 128
