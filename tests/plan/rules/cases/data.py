@@ -10,7 +10,38 @@ CHAT = {"format": "chat", "path": "p"}
 ADDED = {"data": {"added_tokens": ["<a>"]}}
 ROWS = replace(FACTS, vocabulary_size=10, parameter_shapes={"embed_in.weight": (10, 12), "norm.weight": (12,)})
 
+SOURCES = {"sources": [{"path": "p"}, {"path": "q"}]}
+WEIGHTED = {"sources": [{"path": "p", "weight": 1}, {"path": "q", "weight": 2}]}
+AHEAD = {"dpo": {"precompute_reference": True}}
+PAIRS = {"path": "p", "format": "preference"}
+
 CASES = {
+    **{
+        f"sources-{key}": case({"data": {**SOURCES, key: value}}, {"data": SOURCES}, f"{key} is of one corpus")
+        for key, value in {
+            "path": "p",
+            "factory": "a:b",
+            "format": "jsonl",
+            "field": "body",
+            "filter": {"language": "en"},
+        }.items()
+    },
+    "sources": case(
+        {"data": {"sources": [{"path": "p", "weight": 1}, {"path": "q", "repeat": 2}]}}, {"data": WEIGHTED}, "weight"
+    ),
+    "sources-precomputed": case(
+        {"data": {"sources": [PAIRS]}, "training": AHEAD}, {"data": PAIRS, "training": AHEAD}, "of one corpus"
+    ),
+    "curriculum": case(
+        {"data": {"curriculum": [{"samples": 10, "weights": {"p": 1, "q": 1}}]}},
+        {"data": {**WEIGHTED, "curriculum": [{"samples": 10, "weights": {"p": 1, "q": 1}}]}},
+        "there are none",
+    ),
+    "change-sources": case(
+        {"checkpoint": {"change_sources": True}},
+        {"checkpoint": {"change_sources": True}, "data": WEIGHTED},
+        "there are none",
+    ),
     "one-corpus": case({"data": {"path": "p", "factory": "a:b"}}, {"data": {"factory": "a:b"}}, "keep one"),
     "data-factory-format": case(
         {"data": {"format": "jsonl", "factory": "a:b"}}, {"data": {"format": "factory", "factory": "a:b"}}, "jsonl"
@@ -33,6 +64,7 @@ CASES = {
             "field": "body",
             "isolate_documents": True,
             "max_documents": 3,
+            "filter": {"language": "en"},
         }.items()
     },
     "data-factory-tokens": case(

@@ -21,6 +21,11 @@ CASES = {
         {**OWN, "evaluation": {"sets": {"other": "other.jsonl"}}}, OWN, "sets are files, read as data.path is",
         facts=FLAT,
     ),
+    "evaluation-ema": case(
+        {"evaluation": {"sets": {"ema": "a.jsonl"}}, "training": {"ema_decay": 0.9}},
+        {"evaluation": {"sets": {"ema": "a.jsonl"}}},
+        "name the set otherwise",
+    ),
     "evaluation-prompts": case(
         {"model": {"task": "masked_lm"}, "evaluation": {"prompts": ["a"]}}, {"evaluation": {"prompts": ["a"]}},
         "causal language models",

@@ -48,6 +48,11 @@ CASES = {
         {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant"}},
         "use schedule constant",
     ),
+    "ema-twice": case(
+        {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant"}, "training": {"ema_decay": 0.9}},
+        {"training": {"ema_decay": 0.9}},
+        "leave training.ema_decay out",
+    ),
     "groups-keys": case(
         grouped(("embed_in", {})),
         grouped(("embed_in", SLOW)),
