@@ -36,6 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
@@ -284,7 +285,7 @@ class _Step:
         if not self.job.memory.offload_parameters:
             return state
         moved = state.parameters + state.gradients + state.optimizer + state.reference + state.ema
-        nothing = dict.fromkeys(("parameters", "gradients", "optimizer", "reference", "ema"), 0.0)
+        nothing: dict[str, Any] = dict.fromkeys(("parameters", "gradients", "optimizer", "reference", "ema"), 0.0)
         return replace(state, **nothing, host=state.host + moved)
 
     @property
