@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.job.schema import Job, ParallelSection
 from shardwise.job.sources import require_job
 from shardwise.model.facts import ModelFacts
 from shardwise.model.float8 import float8_summary
+from shardwise.model.parameter_optimizers import optimizers_of_parameters
 from shardwise.plan.draft import (
     SPLIT_SCHEDULES,
     V_SCHEDULES,
@@ -31,6 +33,7 @@ from shardwise.plan.draft import (
     stage_ranks,
 )
 from shardwise.plan.normalisation import NORMALISATIONS
+from shardwise.plan.orthogonalization import orthogonalization
 from shardwise.plan.rules import check
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
@@ -81,6 +84,8 @@ class Plan:
     balancing_coefficient: float = 0.0  # of the routers' balancing loss over the step; 0: there is none
     collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
+    orthogonalized: dict[str, str] = field(default_factory=dict)  # parameter of Muon's -> the way of its matrices
+    optimizers: str = ""  # which of several optimizers updates what; empty where there is one
     reference: str = ""  # of a preference loss: "adapters_off" | "copy" | "precomputed"; empty: the objective has none
 
     @property
@@ -253,6 +258,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         balancing_coefficient=_balancing(draft, rules),
         context_method=_context_method(draft, rules),
         reference=_reference(draft, rules),
+        **_optimizers(draft, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
@@ -389,6 +395,18 @@ def _reference(draft: Draft, rules: dict[str, str]) -> str:
         return "adapters_off"
     rules["reference"] = "the model as training starts, a frozen copy sharded alike, run ahead of each step"
     return "copy"
+
+
+def _optimizers(draft: Draft, rules: dict[str, str]) -> dict[str, Any]:
+    muon = orthogonalization(draft)
+    if muon is not None:
+        rules["optimizers"] = muon.rule
+        return {"orthogonalized": muon.ways, "optimizers": muon.summary}
+    counts = Counter(own.name for own in optimizers_of_parameters(draft.facts, draft.optimizer).values())
+    if len(counts) < 2:
+        return {}
+    rules["optimizers"] = "tensors by optimizer, as optimizer.groups says"
+    return {"optimizers": "; ".join(f"{name}: {count}" for name, count in counts.items())}
 
 
 def _backend(draft: Draft, rules: dict[str, str]) -> str:
