@@ -1,5 +1,4 @@
-"""The optimizer of each parameter: the job's, that of the parameter's group, or AdamW for what Muon leaves. Plain data.
-"""
+"""The optimizer of each parameter: the job's, that of its group, or AdamW for what Muon leaves. Plain data."""
 
 from __future__ import annotations
 
@@ -38,7 +37,9 @@ class ParameterOptimizer:
         return self.name, json.dumps(dict(self.options), sort_keys=True, default=repr)
 
 
-def optimizer_of(settings: OptimizerSection, group: ParameterGroup | None = None, rest: bool = False) -> ParameterOptimizer:
+def optimizer_of(
+    settings: OptimizerSection, group: ParameterGroup | None = None, rest: bool = False
+) -> ParameterOptimizer:
     """Return the optimizer of a parameter in a group, or in none; `rest` is what Muon leaves to AdamW."""
     name, options = settings.name, settings.options
     rate, decay = settings.learning_rate, settings.weight_decay

@@ -18,9 +18,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shardwise.job.axes import Axis
 from shardwise.model.adapters import adapter_split
 from shardwise.model.facts import ModelFacts
 from shardwise.model.matrices import Matrix, matrices_of

@@ -69,8 +69,9 @@ class Muon(SliceOptimizer):
         self.dtype = torch.bfloat16 if compute in SIXTEEN else torch_dtype(compute)
         self._stage = model.layout.group(*data_axes(), Axis.TENSOR)
         if BLOCKS in ways.values():
-            axes = {(True, False): state_axes(), (False, True): (Axis.TENSOR,), (True, True): (*state_axes(), Axis.TENSOR)}
-            self._groups = {cut: model.layout.group(*along) for cut, along in axes.items()}
+            sharded, split = state_axes(), (Axis.TENSOR,)
+            along = {(True, False): sharded, (False, True): split, (True, True): (*sharded, *split)}
+            self._groups = {cut: model.layout.group(*axes) for cut, axes in along.items()}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -119,7 +120,9 @@ class Muon(SliceOptimizer):
         """Ask the ranks of the stage what they hold, and share the matrices out. Collective."""
         model = self.model
         if model is None:
-            whole = [(name, Matrix((len(value), value.shape[1]), (slice(0, len(value)),))) for name, value in slices.items()]
+            whole = [
+                (name, Matrix((len(value), value.shape[1]), (slice(0, len(value)),))) for name, value in slices.items()
+            ]
             tasks = [Task(n, name, matrix, matrix.work, True) for n, (name, matrix) in enumerate(whole)]
             held = {task.name: [Region(everything, everything)] for task in tasks for everything in [_all(task.matrix)]}
             return MatrixExchange(None, [held], tasks, self.dtype, next(iter(slices.values())).device)
