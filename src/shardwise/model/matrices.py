@@ -86,7 +86,9 @@ def is_hidden_matrix(facts: ModelFacts, name: str) -> bool:
         return name in facts.expert_parameters
     is_adapter = module.rpartition(".")[2] in (LORA_A, LORA_B)
     is_router = any(module == router for router, _ in facts.routers.values())
-    return len(shape) == 2 and leaf == "weight" and (is_adapter or (module in facts.linears and not is_router))
+    split = facts.tensor_splits.get(module)  # of a class of its own, such as Falcon's linear layers
+    is_linear = module in facts.linears or (split is not None and split.kind in ("column", "row"))
+    return len(shape) == 2 and leaf == "weight" and (is_adapter or (is_linear and not is_router))
 
 
 def can_be_matrices(facts: ModelFacts, name: str) -> bool:

@@ -447,6 +447,11 @@ class Oracle:
         self.adopt(weights)
         return loss
 
+    @property
+    def orthogonalized(self) -> list[str]:
+        """The parameters that Muon updates."""
+        return [name for name, options in self.options().items() if "projections" in options]
+
     def options(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's options by tensor."""
         groups = zip(self.parameters, self.optimizer.param_groups, strict=True)

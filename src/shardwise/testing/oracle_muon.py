@@ -60,10 +60,10 @@ class Muon(torch.optim.Optimizer):
     def _update(self, group: Mapping[str, Any], weight: nn.Parameter) -> None:
         mu, gradient, state = group["momentum"], weight.grad, self.state[weight]
         assert gradient is not None
-        state["momentum_buffer"] = mu * state.get("momentum_buffer", torch.zeros_like(weight)) + (1 - mu) * gradient
-        direction = state["momentum_buffer"]
-        if group["nesterov"]:
-            direction = mu * direction + (1 - mu) * gradient
+        # torch's operators: bf16 iterations make much of the last bit where singular values are small.
+        state["momentum_buffer"] = torch.lerp(state.get("momentum_buffer", torch.zeros_like(weight)), gradient, 1 - mu)
+        momentum = state["momentum_buffer"]
+        direction = torch.lerp(gradient, momentum, mu) if group["nesterov"] else momentum
         moves = _apart(direction, group["projections"], lambda matrix: self._move(group, matrix))
         weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * moves)
 
@@ -109,7 +109,7 @@ def is_hidden(model: nn.Module, name: str) -> bool:
         return False
     if parameter.dim() == 3:
         return True
-    is_linear = type(holder) in (nn.Linear, Conv1D) and leaf == "weight"
+    is_linear = isinstance(holder, nn.Linear | Conv1D) and leaf == "weight"
     return ".lora_" in name or (is_linear and module.rpartition(".")[2] not in ROUTERS)
 
 
