@@ -30,10 +30,10 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: f
 
 def newton_schulz_of_blocks(
     blocks: Sequence[Tensor],
+    summed: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     coefficients: Coefficients,
     steps: int,
     eps: float,
-    summed: Callable[[Sequence[Tensor]], Sequence[Tensor]],
 ) -> list[Tensor]:
     """Return this rank's blocks of several orthogonalized matrices.
 

@@ -33,7 +33,7 @@ from shardwise.plan.draft import (
     stage_ranks,
 )
 from shardwise.plan.normalisation import NORMALISATIONS
-from shardwise.plan.orthogonalization import orthogonalization
+from shardwise.plan.orthogonalization import Orthogonalization, orthogonalization
 from shardwise.plan.rules import check
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
@@ -234,6 +234,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
     draft = Draft(job, world, facts, training_sequences)
     check(draft)
     rules: dict[str, str] = {}
+    muon = orthogonalization(draft)
     return Plan(
         job=job,
         world=world,
@@ -258,7 +259,8 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         balancing_coefficient=_balancing(draft, rules),
         context_method=_context_method(draft, rules),
         reference=_reference(draft, rules),
-        **_optimizers(draft, rules),
+        orthogonalized={} if muon is None else muon.ways,
+        optimizers=_optimizers(draft, muon, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
@@ -397,16 +399,15 @@ def _reference(draft: Draft, rules: dict[str, str]) -> str:
     return "copy"
 
 
-def _optimizers(draft: Draft, rules: dict[str, str]) -> dict[str, Any]:
-    muon = orthogonalization(draft)
+def _optimizers(draft: Draft, muon: Orthogonalization | None, rules: dict[str, str]) -> str:
     if muon is not None:
         rules["optimizers"] = muon.rule
-        return {"orthogonalized": muon.ways, "optimizers": muon.summary}
+        return muon.summary
     counts = Counter(own.name for own in optimizers_of_parameters(draft.facts, draft.optimizer).values())
     if len(counts) < 2:
-        return {}
+        return ""
     rules["optimizers"] = "tensors by optimizer, as optimizer.groups says"
-    return {"optimizers": "; ".join(f"{name}: {count}" for name, count in counts.items())}
+    return "; ".join(f"{name}: {count}" for name, count in counts.items())
 
 
 def _backend(draft: Draft, rules: dict[str, str]) -> str:

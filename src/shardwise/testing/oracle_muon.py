@@ -46,12 +46,18 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.dtype = dtype
-        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
+        options: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "eps": eps,
+        }
         options |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, options)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -94,7 +100,7 @@ class Several(torch.optim.Optimizer):
         super().__init__([{"params": groups[place]["params"]} for place in sorted(groups)], {})
         self.param_groups = [groups[place] for place in sorted(groups)]
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for made, places in self.members:
             made.param_groups = [self.param_groups[place] for place in places]
             made.state = self.state

@@ -284,8 +284,8 @@ class _Step:
         if not self.job.memory.offload_parameters:
             return state
         moved = state.parameters + state.gradients + state.optimizer + state.reference + state.ema
-        nothing = dict.fromkeys(("parameters", "gradients", "optimizer", "reference", "ema"), 0.0)
-        return replace(state, **nothing, host=state.host + moved)
+        state = replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, reference=0.0, ema=0.0)
+        return replace(state, host=state.host + moved)
 
     @property
     def _waits(self) -> bool:

@@ -38,7 +38,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 return member.forms(parameter) if isinstance(member, KeepsForms) else {}
         return {}
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Let every member step."""
         for member in self.members:
             member.step()

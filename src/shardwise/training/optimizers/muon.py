@@ -53,7 +53,7 @@ class Muon(SliceOptimizer):
     ) -> None:
         check_rates(lr, weight_decay, eps)
         check_iterations(momentum, ns_coefficients, ns_steps, adjust_lr_fn)
-        options = {"momentum": momentum, "nesterov": nesterov, "eps": eps, "ns_steps": ns_steps}
+        options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "eps": eps, "ns_steps": ns_steps}
         options |= {"ns_coefficients": tuple(ns_coefficients), "adjust_lr_fn": adjust_lr_fn}
         self.dtype = torch.bfloat16  # of the iterations
         self._exchange: MatrixExchange | None = None
@@ -74,7 +74,7 @@ class Muon(SliceOptimizer):
             self._groups = {cut: model.layout.group(*axes) for cut, axes in along.items()}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices. Collective over the stage."""
         slices: dict[str, Tensor] = {}
         targets: dict[str, tuple[nn.Parameter, dict[str, Any]]] = {}
@@ -113,8 +113,8 @@ class Muon(SliceOptimizer):
         if self._exchange is None:
             self._exchange = self._make_exchange(slices)
         yield from self._exchange.run(slices, lambda whole: newton_schulz(whole, *settings))
-        for group, tasks in self._blocks:
-            yield from self._in_blocks(group, tasks, slices, settings)
+        for ranks, tasks in self._blocks:
+            yield from self._in_blocks(ranks, tasks, slices, settings)
 
     def _make_exchange(self, slices: Mapping[str, Tensor]) -> MatrixExchange:
         """Ask the ranks of the stage what they hold, and share the matrices out. Collective."""
@@ -155,7 +155,7 @@ class Muon(SliceOptimizer):
             sum_together(own, group, self.model.device, UNIT)  # type: ignore[union-attr]
             return own
 
-        for task, block in zip(tasks, newton_schulz_of_blocks(blocks, *settings, summed), strict=True):
+        for task, block in zip(tasks, newton_schulz_of_blocks(blocks, summed, *settings), strict=True):
             places = held[task.number]
             sizes = [_lengths(place)[task.matrix.larger] for place in places]
             for place, part in zip(places, block.split(sizes, 1), strict=True):
