@@ -54,6 +54,7 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
         }
         options |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        options["nesterov"] = nesterov
         super().__init__(params, options)
 
     @torch.no_grad()
