@@ -15,6 +15,7 @@ from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.schedules import FALLING, SHAPES
+from shardwise.model.parameter_optimizers import optimizer_of
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.tensor_map import TensorMap
 from shardwise.testing.oracle import scheduled_rate
@@ -108,7 +109,9 @@ def test_no_class_is_fused_on_a_gpu_that_refuses_to_be(name: str) -> None:
     with FakeTensorMode():
         parameter = nn.Parameter(torch.zeros(3, device="cuda"))
         parameter.grad = torch.zeros(3, device="cuda")
-        optimizer = make_torch_optimizer(OptimizerSection(name=name), [{"params": [parameter]}], on_gpu=True)
+        optimizer = make_torch_optimizer(
+            optimizer_of(OptimizerSection(name=name)), [{"params": [parameter]}], on_gpu=True
+        )
         try:
             optimizer.step()
         except (RuntimeError, AssertionError) as error:  # fake tensors do not know every kernel
@@ -177,7 +180,7 @@ def test_schedules_of_transformers_are_the_same_functions() -> None:
 def test_sgd_with_momentum_takes_a_late_first_gradient() -> None:
     settings = OptimizerSection(name="SGD", learning_rate=0.5, options={"momentum": 0.9})
     early, late = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    optimizer = make_torch_optimizer(settings, [{"params": [early, late]}], on_gpu=False)
+    optimizer = make_torch_optimizer(optimizer_of(settings), [{"params": [early, late]}], on_gpu=False)
     early.grad = torch.ones_like(early)
     optimizer.step()
     late.grad = torch.ones_like(late)

@@ -37,7 +37,9 @@ from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.job.optimizer_records import RECORDS
+from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.kernels.precision import LossScaler
+from shardwise.model.parameter_optimizers import optimizers_of_parameters
 from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
 from shardwise.words import listed
@@ -245,20 +247,27 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
 
 
 def check_fixed_options(model: ParallelModel, manifest: Manifest, path: str) -> None:
-    """Refuse options with which stored state would stand for other numbers, such as the size of its blocks.
+    """Refuse another optimizer of a parameter, and options with which its stored state would stand for other numbers.
 
     Raises:
         CheckpointError: with both values.
     """
-    settings, written = model.plan.job.optimizer, manifest.job.get("optimizer", {}).get("options", {})
-    record = RECORDS.get(settings.name)
-    for option, default in ({} if record is None else record.fixed).items():
-        before, now = written.get(option, default), settings.options.get(option, default)
-        if before != now:
+    section = OptimizerSection.model_validate(manifest.job.get("optimizer", {}))
+    written = optimizers_of_parameters(model.facts, section)
+    for name, own in optimizers_of_parameters(model.facts, model.plan.job.optimizer).items():
+        before, record = written[name], RECORDS.get(own.name)
+        if before.name != own.name:
             raise CheckpointError(
-                f"{path} holds state of {settings.name} with {option} {before}, the job has {now}; set "
-                f"optimizer.options.{option} to {before}, or start from exported weights with model.path"
+                f"{path} holds the state of {before.name} for {name}, which is {own.name}'s in the job; restore "
+                "optimizer.groups, or start from exported weights with model.path"
             )
+        for option, default in ({} if record is None else record.fixed).items():
+            was, now = before.options.get(option, default), own.options.get(option, default)
+            if was != now:
+                raise CheckpointError(
+                    f"{path} holds state of {own.name} with {option} {was}, the job has {now}; set "
+                    f"optimizer.options.{option} to {was}, or start from exported weights with model.path"
+                )
 
 
 def _check_shards(wrote: Mapping[str, str] | None, reads: Mapping[str, str] | None, path: str) -> None:

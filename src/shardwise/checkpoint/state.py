@@ -156,6 +156,8 @@ def load_optimizer(optimizer: Optimizer, states: dict[str, dict[str, Tensor]], s
 
 def state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
     """Names of what such an optimizer keeps of a matrix, found by a step of another one of its kind."""
+    if members := getattr(optimizer, "members", ()):
+        return {key for member in members for key in state_keys(member)}
     known = inspect.signature(type(optimizer)).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in known}
     example = nn.Parameter(optimizer.param_groups[0]["params"][0].new_zeros(2, 2))

@@ -115,6 +115,11 @@ RECORDS: dict[str, OptimizerRecord] = {
         "adafactor:Adafactor",
         _factored,
     ),
+    "Muon": OptimizerRecord(
+        "momentum of hidden matrices, orthogonalized, as torch's class computes; AdamW for the rest",
+        "muon:Muon",
+        like_parameter("momentum_buffer"),
+    ),
     "Lion": OptimizerRecord("sign of a momentum (arXiv 2302.06675)", "lion:Lion", like_parameter("exp_avg")),
     "ScheduleFreeAdamW": OptimizerRecord(
         "AdamW whose average of weights takes the place of a schedule (arXiv 2405.15682)",

@@ -15,7 +15,7 @@ ScheduleName = Literal[
 
 
 class ParameterGroup(Section):
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameters with a learning rate, weight decay or optimizer of their own."""
 
     parameters: Annotated[list[Pattern], Field(min_length=1)] = Field(
         description="Regular expressions, each matched against the whole name of a parameter or of a module that holds "
@@ -29,6 +29,25 @@ class ParameterGroup(Section):
     )
     weight_decay: float | None = Field(
         default=None, ge=0, strict=True, description="Of tensors of two or more dims; unset: `optimizer.weight_decay`."
+    )
+    optimizer: str | None = Field(default=None, description="Class, as `optimizer.name`; unset: the job's.")
+    options: dict[str, Any] | None = Field(
+        default=None,
+        description="Further keyword arguments of the class; unset: `optimizer.options` where it is the job's own.",
+    )
+
+
+class AdamWSection(Section):
+    """AdamW of what Muon leaves: embeddings, heads, norms, biases, routers."""
+
+    learning_rate: float | None = Field(
+        default=None, gt=0, description="Peak, reached by the same schedule; unset: `optimizer.learning_rate`."
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="Of tensors of two or more dims; unset: `optimizer.weight_decay`."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Further keyword arguments of AdamW, e.g. `betas: [0.9, 0.95]`."
     )
 
 
@@ -51,8 +70,11 @@ class OptimizerSection(Section):
     )
     groups: list[ParameterGroup] = Field(
         default=[],
-        description="Parameters with a learning rate or weight decay of their own; no parameter is in two groups, and "
-        "those in none have the keys above.",
+        description="Parameters with a learning rate, weight decay or optimizer of their own; no parameter is in two "
+        "groups, and those in none have the keys above.",
+    )
+    adamw: AdamWSection = Field(
+        default_factory=AdamWSection, description="What Muon does not orthogonalize is updated by AdamW."
     )
     schedule: ScheduleName | OwnObject = Field(
         default="cosine",

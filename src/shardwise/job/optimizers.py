@@ -26,7 +26,6 @@ ELEMENTWISE = (
 )
 UNUSABLE = {
     "LBFGS": "calls the model again inside of its step (a closure)",
-    "Muon": "takes two-dimensional parameters only",
     "SparseAdam": "takes sparse gradients only",
 }
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.job.schema import Job, ParallelSection
 from shardwise.job.sources import require_job
 from shardwise.model.facts import ModelFacts
 from shardwise.model.float8 import float8_summary
+from shardwise.model.parameter_optimizers import optimizers_of_parameters
 from shardwise.plan.draft import (
     SPLIT_SCHEDULES,
     V_SCHEDULES,
@@ -32,6 +34,7 @@ from shardwise.plan.draft import (
     stage_ranks,
 )
 from shardwise.plan.normalisation import NORMALISATIONS
+from shardwise.plan.orthogonalization import Orthogonalization, orthogonalization
 from shardwise.plan.rules import check
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
@@ -83,6 +86,8 @@ class Plan:
     collectives: str = "flat"  # how they cross hosts: flat, two_level, direct or measured
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
     sources: str = ""  # of the data and their shares; empty where there is one corpus
+    orthogonalized: dict[str, str] = field(default_factory=dict)  # parameter of Muon's -> the way of its matrices
+    optimizers: str = ""  # which of several optimizers updates what; empty where there is one
     reference: str = ""  # of a preference loss: "adapters_off" | "copy" | "precomputed"; empty: the objective has none
 
     @property
@@ -231,6 +236,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
     draft = Draft(job, world, facts, training_sequences)
     check(draft)
     rules: dict[str, str] = {}
+    muon = orthogonalization(draft)
     return Plan(
         job=job,
         world=world,
@@ -256,6 +262,8 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         context_method=_context_method(draft, rules),
         reference=_reference(draft, rules),
         sources=_sources(draft, rules),
+        orthogonalized={} if muon is None else muon.ways,
+        optimizers=_optimizers(draft, muon, rules),
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
@@ -411,6 +419,17 @@ def _reference(draft: Draft, rules: dict[str, str]) -> str:
         return "adapters_off"
     rules["reference"] = "the model as training starts, a frozen copy sharded alike, run ahead of each step"
     return "copy"
+
+
+def _optimizers(draft: Draft, muon: Orthogonalization | None, rules: dict[str, str]) -> str:
+    if muon is not None:
+        rules["optimizers"] = muon.rule
+        return muon.summary
+    counts = Counter(own.name for own in optimizers_of_parameters(draft.facts, draft.optimizer).values())
+    if len(counts) < 2:
+        return ""
+    rules["optimizers"] = "tensors by optimizer, as optimizer.groups says"
+    return "; ".join(f"{name}: {count}" for name, count in counts.items())
 
 
 def _backend(draft: Draft, rules: dict[str, str]) -> str:

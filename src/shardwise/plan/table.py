@@ -83,6 +83,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     if plan.float8:
         gathered = ", gathered too" if plan.gathers_float8 else ""
         yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}{gathered}"
+    if plan.optimizers:
+        yield "optimizers", plan.optimizers
     if plan.reference:
         yield "reference", plan.reference
     yield "hang_report", plan.job.observe.hang_report

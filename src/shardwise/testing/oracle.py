@@ -33,6 +33,7 @@ from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
 from shardwise.testing.oracle_dropout import OracleDropout
+from shardwise.testing.oracle_muon import Muon, Several, is_hidden, projections
 from shardwise.testing.oracle_optimizers import PLAIN, ScheduleFreeAdamW
 from shardwise.testing.oracle_preference import preference_loss
 from shardwise.testing.oracle_routers import RouterReference
@@ -158,7 +159,48 @@ class Oracle:
         self.live = live
         self.reference = self._reference() if self.job.reads_pairs else None
         self.weights = {}
-        self.optimizer = _optimizer(self.job.optimizer, self.parameters, self.ties)
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """Return the job's optimizer, or several where parameters have others."""
+        settings, trained = self.job.optimizer, {name: p.requires_grad for name, p in self.live.items()}
+        names: dict[str, list[str]] = {name: [name] for name in self.parameters} | {tied[0]: tied for tied in self.ties}
+        settings_of = {name: _own_settings(settings, self.model, names[name]) for name in self.parameters}
+        members: dict[str, list[str]] = {}
+        for name, own in settings_of.items():
+            kind = f"{own['name']} {own['options']}" if trained[name] else next(iter(members), "")
+            members.setdefault(kind, []).append(name)
+        places = {name: place for place, name in enumerate(self.parameters)}
+        made = [
+            (self._member([(name, settings_of[name]) for name in own]), [places[name] for name in own])
+            for own in members.values()
+        ]
+        return made[0][0] if len(made) == 1 else Several(made)
+
+    def _member(self, members: Sequence[tuple[str, Mapping[str, Any]]]) -> torch.optim.Optimizer:
+        """Return one optimizer in its plain loop over tensors; weight decay for matrices only.
+
+        Every tensor is a group of its own, with its `decay` before biases are left out, and its `share` of the job's
+        rate.
+        """
+        settings, (_, first) = self.job.optimizer, next(pair for pair in members)
+        made: Any = PLAIN.get(first["name"]) or optimizer_class(first["name"])
+        accepted = inspect.signature(made).parameters
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in first["options"].items()}
+        options |= {name: False for name in ("foreach", "fused") if name in accepted}
+        is_muon = made is Muon
+        if is_muon:
+            in_16_bits = self.compute == torch.bfloat16 or self.job.precision.compute in ("bf16", "fp16")
+            options["dtype"] = torch.bfloat16 if in_16_bits else self.master
+        groups: list[dict[str, Any]] = []
+        for name, own in members:
+            parameter, share = self.parameters[name], own["learning_rate"] / settings.learning_rate
+            known: dict[str, Any] = {"params": [parameter], "share": share, "decay": own["weight_decay"]}
+            if "weight_decay" in accepted:
+                known["weight_decay"] = own["weight_decay"] if parameter.dim() > 1 else 0.0
+            groups.append(known | ({"projections": projections(self.model, name)} if is_muon else {}))
+        optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)
+        return optimizer
 
     @torch.no_grad()
     def _reference(self) -> nn.Module:
@@ -405,6 +447,11 @@ class Oracle:
         self.adopt(weights)
         return loss
 
+    @property
+    def orthogonalized(self) -> list[str]:
+        """The parameters that Muon updates."""
+        return [name for name, options in self.options().items() if "projections" in options]
+
     def options(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's options by tensor."""
         groups = zip(self.parameters, self.optimizer.param_groups, strict=True)
@@ -556,30 +603,19 @@ def _build(job: Job, eager: bool) -> nn.Module:
     return model.train()
 
 
-def _optimizer(
-    settings: OptimizerSection, parameters: Mapping[str, nn.Parameter], ties: Sequence[Sequence[str]]
-) -> torch.optim.Optimizer:
-    """torch's class in its plain loop over tensors, or the oracle's own; weight decay for matrices only.
-
-    Every tensor is a group of its own, with its `decay` before biases are left out, and its `share` of the job's rate.
-    """
-    made: Any = PLAIN.get(settings.name) or optimizer_class(settings.name)
-    accepted = inspect.signature(made).parameters
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.options.items()}
-    options |= {name: False for name in ("foreach", "fused") if name in accepted}
-    groups: list[dict[str, Any]] = []
-    for name, parameter in parameters.items():
-        names = next((tied for tied in ties if name in tied), [name])
-        own = {"learning_rate": settings.learning_rate, "weight_decay": settings.weight_decay}
-        for group in settings.groups:
-            if any(_is_named(alias, group.parameters) for alias in names):
-                own |= group.model_dump(include=set(own), exclude_none=True)
-        decay = {"weight_decay": own["weight_decay"] if parameter.dim() > 1 else 0.0}
-        share = own["learning_rate"] / settings.learning_rate
-        known = {"params": [parameter], "share": share, "decay": own["weight_decay"]}
-        groups.append(known | (decay if "weight_decay" in accepted else {}))
-    optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)
-    return optimizer
+def _own_settings(settings: OptimizerSection, model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+    """Return name, options, rate and decay for a parameter of these names; AdamW's for what Muon leaves."""
+    own = settings.model_dump(include={"name", "options", "learning_rate", "weight_decay"})
+    if settings.name == "Muon" and not is_hidden(model, names[0]):
+        own |= {"name": "AdamW", **settings.adamw.model_dump(exclude_none=True)}
+    for group in settings.groups:
+        if any(_is_named(name, group.parameters) for name in names):
+            given = group.model_dump(exclude={"parameters"}, exclude_none=True)
+            if "optimizer" in given:
+                own["name"] = given.pop("optimizer")
+                own["options"] = settings.options if own["name"] == settings.name else {}
+            own |= given
+    return own
 
 
 def scheduled_rate(settings: OptimizerSection, step: int, steps: int) -> float:

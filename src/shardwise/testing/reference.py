@@ -58,6 +58,7 @@ FLOAT8 = (
     "The oracle does not round to float8, so gradients are held to a quarter of their size: a rank's part that is lost "
     "shows only where it is more than that. Prove the layout with --precision.fp8 none."
 )
+BF16_ITERATIONS = 0.05  # of a matrix's largest move: an element that is rounded otherwise moves all of them
 BIAS_MOVES = 1e-3  # of a router's bias, which steps of the same size add up to
 ROUNDINGS = 4  # of a gradient until weight decay is added to it: its sums, the clip factor
 PARTS = (1 / 3, 2 / 3)  # of a loss, whose gradients have other roundings than the whole one's
@@ -254,7 +255,11 @@ class OracleReference:
             oracle.update(step, {name: gradient * (1 + eps) for name, gradient in gradients.items()})
             ends.append({name: parameter.detach().clone() for name, parameter in oracle.parameters.items()})
             oracle.restore(before)
-        return {name: (ends[0][name] - ends[1][name]).abs() for name in ends[0]}
+        noise = {name: (ends[0][name] - ends[1][name]).abs() for name in ends[0]}
+        for name in oracle.orthogonalized if self.plan.dtypes.compute in SIXTEEN else ():
+            most = (ends[0][name] - before[0][name]).abs().max()
+            noise[name] = torch.full_like(noise[name], float(BF16_ITERATIONS * most))
+        return noise
 
     def _measure_floor(self) -> None:
         """Let the oracle disagree with itself: other order of samples, weights off by a rounding unit.

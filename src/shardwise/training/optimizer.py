@@ -8,7 +8,7 @@ and nowhere else. Optimizers of this package (`training/optimizers/`) know besid
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from shardwise._torch_compat.autograd import share_attributes
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
-from shardwise.job.optimizer_section import OptimizerSection, ParameterGroup
+from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.optimizers import average_of, optimizer_class
 from shardwise.job.schedules import FALLING, SHAPES, Moment, own_schedule_factor
-from shardwise.model.parameter_patterns import groups_of_parameters
+from shardwise.model.parameter_optimizers import ParameterOptimizer, optimizer_of, optimizers_of_parameters
 from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
+from shardwise.training.optimizers.combined import CombinedOptimizer
 from shardwise.training.optimizers.slice_optimizer import SliceOptimizer
 
-NO_GROUPS: Mapping[str, ParameterGroup] = MappingProxyType({})
+ONE_FOR_ALL: Mapping[str, ParameterOptimizer] = MappingProxyType({})
 
 
 class ShardedOptimizer:
@@ -40,7 +41,7 @@ class ShardedOptimizer:
     Args:
         tensor_map: the parameters.
         settings: the class, its options, learning rate and weight decay.
-        groups: name of a parameter -> the group of `settings.groups` that it is in, where it is in one.
+        chosen: optimizer of each trained parameter of the model, by name; empty: that of `settings` for all.
         model: that the map is of, whose ranks an optimizer of this package may ask; None where tensors are whole.
     """
 
@@ -48,7 +49,7 @@ class ShardedOptimizer:
         self,
         tensor_map: TensorMap,
         settings: OptimizerSection,
-        groups: Mapping[str, ParameterGroup] = NO_GROUPS,
+        chosen: Mapping[str, ParameterOptimizer] = ONE_FOR_ALL,
         model: ParallelModel | None = None,
     ) -> None:
         self.entries = list(tensor_map)
@@ -65,24 +66,39 @@ class ShardedOptimizer:
         self._name = settings.name
         self._learning_rate = settings.learning_rate
         on_gpu = any(local.is_cuda for _, local in self.locals)
-        self.inner = make_torch_optimizer(settings, list(self._torch_groups(settings, groups)), on_gpu)
-        if isinstance(self.inner, SliceOptimizer):
+        self.inner = self._make(optimizer_of(settings), chosen, on_gpu)
+        if isinstance(self.inner, SliceOptimizer | CombinedOptimizer):
             self.inner.place({local: entry for entry, local in self.locals}, model)
 
     @classmethod
     def of(cls, model: ParallelModel) -> ShardedOptimizer:
         """Return the optimizer of a model's job, over its elements on this rank."""
         settings = model.plan.job.optimizer
-        return cls(model.tensor_map, settings, groups_of_parameters(model.facts, settings.groups), model)
+        return cls(model.tensor_map, settings, optimizers_of_parameters(model.facts, settings), model)
+
+    def _make(
+        self, default: ParameterOptimizer, chosen: Mapping[str, ParameterOptimizer], on_gpu: bool
+    ) -> torch.optim.Optimizer:
+        """Return the torch optimizer; several are one. Every rank has those of the whole model, in the same order."""
+        kinds = {own.kind: own for own in chosen.values()} or {default.kind: default}
+        members = []
+        for kind, own in kinds.items():
+            of_kind = [pair for pair in self.locals if chosen.get(pair[0].name, default).kind == kind]
+            groups = list(self._torch_groups(of_kind, default, chosen))
+            members.append(make_torch_optimizer(own, groups, on_gpu))
+        return members[0] if len(members) == 1 else CombinedOptimizer(members)
 
     def _torch_groups(
-        self, settings: OptimizerSection, groups: Mapping[str, ParameterGroup]
+        self,
+        pairs: Sequence[tuple[ParameterEntry, nn.Parameter]],
+        default: ParameterOptimizer,
+        chosen: Mapping[str, ParameterOptimizer],
     ) -> Iterator[dict[str, Any]]:
         """Yield torch's groups: matrices ahead of tensors without weight decay, and each by its rates."""
         members: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
-        for entry, local in sorted(self.locals, key=lambda pair: len(pair[0].shape) < 2):
-            rates = rates_of(groups.get(entry.name), settings)
-            members.setdefault((len(entry.shape) >= 2, *rates), []).append(local)
+        for entry, local in sorted(pairs, key=lambda pair: len(pair[0].shape) < 2):
+            own = chosen.get(entry.name, default)
+            members.setdefault((len(entry.shape) >= 2, own.learning_rate, own.weight_decay), []).append(local)
         for (is_matrix, rate, decay), parameters in members.items():
             yield {
                 "params": parameters,
@@ -162,7 +178,7 @@ class ShardedOptimizer:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
+def make_torch_optimizer(settings: ParameterOptimizer, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
     """Return the optimizer of `settings` over `groups`, fused where it offers that there and the job does not say.
 
     An empty rank (more ranks than rows) gets an optimizer over one empty tensor, so that it needs no special case.
@@ -180,13 +196,6 @@ def make_torch_optimizer(settings: OptimizerSection, groups: Any, on_gpu: bool) 
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)
     return optimizer
-
-
-def rates_of(group: ParameterGroup | None, settings: OptimizerSection) -> tuple[float, float]:
-    """Return (peak learning rate, weight decay) of a group; None is what is in no group."""
-    rate = None if group is None else group.learning_rate
-    decay = None if group is None else group.weight_decay
-    return settings.learning_rate if rate is None else rate, settings.weight_decay if decay is None else decay
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int, warmup: int) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from shardwise.job.objects import is_reference
 from shardwise.job.optimizer_records import RECORDS
+from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.optimizers import (
     ELEMENTWISE,
     UNUSABLE,
@@ -19,6 +20,8 @@ from shardwise.job.optimizers import (
     unknown_options,
 )
 from shardwise.job.schedules import FALLING, decay_steps
+from shardwise.model.matrices import can_be_matrices
+from shardwise.model.parameter_optimizers import MUON, REST, optimizer_of, optimizers_of_parameters
 from shardwise.model.parameter_patterns import matching_parameters, modules_of, trained_parameters_of
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle, spelling
@@ -71,8 +74,53 @@ def _without_decay(d: Draft) -> list[str]:
         group.parameters[0]
         for group in d.optimizer.groups
         if group.weight_decay is not None
-        and not (decays(d.optimizer.name) and any(len(shapes[n]) > 1 for n in trained_parameters_of(d.facts, group)))
+        and not (
+            decays(group.optimizer or d.optimizer.name)
+            and any(len(shapes[n]) > 1 for n in trained_parameters_of(d.facts, group))
+        )
     ]
+
+
+def _own_sections(d: Draft) -> list[tuple[str, OptimizerSection]]:
+    """Return the optimizers beside the job's own: whose they are, and the section that would ask for them."""
+    own, sections = d.optimizer, []
+    if own.name == MUON:
+        sections.append(("optimizer.adamw", own.model_copy(update={"name": REST, "options": own.adamw.options})))
+    for number, group in enumerate(own.groups):
+        if group.optimizer is not None or group.options is not None:
+            chosen = optimizer_of(own, group)
+            update = {"name": chosen.name, "options": chosen.options}
+            sections.append((f"optimizer.groups[{number}]", own.model_copy(update=update)))
+    return sections
+
+
+def _group_problem(d: Draft) -> tuple[str, str]:
+    """Return what is wrong with an optimizer of a group, or of what Muon leaves, and the fix; two empty strings."""
+    for where, own in _own_sections(d):
+        if not is_known(own.name):
+            return f"{where}: {own.name!r} is no class in torch.optim", spelling(own.name, names())
+        if own.name in UNUSABLE:
+            return f"{where}: {own.name} {UNUSABLE[own.name]}", "use AdamW"
+        if _pieces(d) > 1 and not takes_slices(own.name):
+            return f"{where}: {own.name} needs whole tensors, and they are cut over {_pieces(d)} ranks", "use AdamW"
+        if average_of(own.name, own.options) != average_of(d.optimizer.name, d.optimizer.options):
+            return f"{where}: {own.name} evaluates averages, and either all parameters do or none", "use AdamW"
+        if unknown := unknown_options(own):
+            return f"{where}: {own.name} has no option {unknown[0]!r}", spelling(unknown[0], options(own.name))
+        if said := complaint(own):
+            return f"{where}: {said}", "use a value that the class takes"
+    return "", ""
+
+
+def _no_matrix(d: Draft) -> str:
+    """Return a parameter that Muon would get and that is no matrix; empty where there is none."""
+    chosen = optimizers_of_parameters(d.facts, d.optimizer)
+    return next((n for n, own in chosen.items() if own.name == MUON and not can_be_matrices(d.facts, n)), "")
+
+
+def _lacks_matrices(d: Draft) -> bool:
+    chosen = optimizers_of_parameters(d.facts, d.optimizer).values()
+    return all(own.name != MUON for own in chosen)
 
 
 def _pieces(d: Draft) -> int:
@@ -115,9 +163,25 @@ RULES: tuple[Rule, ...] = (
     Rule("ema-twice", ("training.ema_decay", "optimizer.name"), "the optimizer evaluates an average of its own",
          lambda d: d.training.ema_decay is not None and average_of(d.optimizer.name, d.optimizer.options),
          fix="leave training.ema_decay out"),
-    Rule("groups-keys", ("optimizer.groups",), "a group has a learning rate or a weight decay of its own",
-         lambda d: any(group.learning_rate is group.weight_decay is None for group in d.optimizer.groups),
-         fix="set learning_rate or weight_decay of the group, or leave it out"),
+    Rule("groups-keys", ("optimizer.groups",), "a group has a learning rate, a weight decay or an optimizer of its own",
+         lambda d: any(not group.model_dump(exclude={"parameters"}, exclude_none=True) for group in d.optimizer.groups),
+         fix="set learning_rate, weight_decay, optimizer or options of the group, or leave it out"),
+    Rule("groups-optimizer", ("optimizer.name", "optimizer.groups"), "the optimizer of a group has to be usable",
+         lambda d: _group_problem(d)[0],
+         fix="use AdamW or another class of torch.optim",
+         because=lambda d: _group_problem(d)[0],
+         use=lambda d: _group_problem(d)[1]),
+    Rule("muon-matrices", ("optimizer.name", "optimizer.groups"), "Muon takes matrices and stacks of experts",
+         lambda d: (d.optimizer.name == MUON or d.optimizer.groups) and _no_matrix(d),
+         fix="narrow the patterns of the group",
+         because=lambda d: f"Muon takes matrices and stacks of experts, and {_no_matrix(d)} has shape "
+         f"{list(d.facts.parameter_shapes[_no_matrix(d)])}"),
+    Rule("muon-idle", ("optimizer.name",), "something that is trained has to be a hidden matrix",
+         lambda d: d.optimizer.name == MUON and _lacks_matrices(d),
+         fix="use AdamW, or name matrices by a group with `optimizer: Muon`"),
+    *(idle(f"adamw-{key}", f"optimizer.adamw.{key}", "it is of what Muon leaves to AdamW",
+           lambda d: d.optimizer.name != MUON, "use optimizer.name Muon, or leave it out")
+      for key in ("learning_rate", "weight_decay", "options")),
     Rule("groups-match", ("optimizer.groups",), "each pattern has to match the whole name of a parameter or a module",
          lambda d: d.optimizer.groups and _unmatched(d),
          fix="use a name of the model's",

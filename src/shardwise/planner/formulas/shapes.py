@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from shardwise.job.axes import Axis
 from shardwise.job.optimizer_records import RECORDS
 from shardwise.model.adapters import adapter_split
 from shardwise.model.facts import ModelFacts
+from shardwise.model.parameter_optimizers import optimizers_of_parameters
 from shardwise.model.tensor_split import chunk, chunks
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
@@ -46,20 +48,34 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "uint8": 1}
 
 def optimizer_state_bytes(plan: Plan, facts: ModelFacts, parts: Mapping[str, tuple[int, ...]]) -> float:
     """Return the bytes of optimizer state beside trained parameters, given by name as the shapes of a rank's parts."""
-    settings, own = plan.job.optimizer, DTYPE_BYTES[plan.dtypes.optimizer]
-    record = RECORDS.get(settings.name)
+    own = DTYPE_BYTES[plan.dtypes.optimizer]
+    if not plan.optimizers:
+        settings = plan.job.optimizer
+        return _bytes_of_one(settings.name, settings.options, own, facts, parts)
+    chosen = optimizers_of_parameters(facts, plan.job.optimizer)
+    kinds: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+    for name, part in parts.items():
+        kinds.setdefault(chosen[name].kind, {})[name] = part
+    options = {chosen[name].kind: chosen[name].options for name in parts}
+    return sum(_bytes_of_one(kind[0], options[kind], own, facts, alike) for kind, alike in kinds.items())
+
+
+def _bytes_of_one(
+    name: str, options: Mapping[str, Any], own: int, facts: ModelFacts, parts: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Return the same of one optimizer; `own` are the bytes of a number of its state where it says nothing else."""
+    record = RECORDS.get(name)
     if record is None:
-        return own * _optimizer_states(plan) * sum(map(math.prod, parts.values()))
-    kept = (record.state(settings.options, facts.parameter_shapes[name], part) for name, part in parts.items())
+        return own * _optimizer_states(name, options) * sum(map(math.prod, parts.values()))
+    kept = (record.state(options, facts.parameter_shapes[parameter], part) for parameter, part in parts.items())
     tensors = (tensor for state in kept for tensor in state.values())
     return sum(math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, own) for tensor in tensors)
 
 
-def _optimizer_states(plan: Plan) -> int:
+def _optimizer_states(name: str, options: Mapping[str, Any]) -> int:
     """State tensors as large as the parameters. Unknown classes count as Adam's two."""
-    options = plan.job.optimizer.options
-    states = _STATES.get(plan.job.optimizer.name, 2)
-    if plan.job.optimizer.name in ("SGD", "RMSprop") and options.get("momentum"):
+    states = _STATES.get(name, 2)
+    if name in ("SGD", "RMSprop") and options.get("momentum"):
         states += 1
     return states + bool(options.get("amsgrad")) + bool(options.get("centered"))
 

@@ -16,6 +16,7 @@ from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 from shardwise.testing.faults.patching import RANK, Fault, wrapped
 from shardwise.training import session, step
 from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.optimizers.matrix_exchange import MatrixExchange
 from shardwise.training.session import Session
 
 
@@ -267,6 +268,18 @@ def _stale_average() -> AbstractContextManager[None]:
     return wrapped(AveragedWeights, "update", wrapper)
 
 
+def _muon_of_slices() -> AbstractContextManager[None]:
+    """Orthogonalize what a rank holds of a matrix, in the place of the matrix."""
+
+    def wrapper(
+        original: Callable[..., Any], self: MatrixExchange, slices: Any, work: Callable[[Tensor], Tensor]
+    ) -> Any:
+        for task, place, result in original(self, slices, lambda whole: whole):
+            yield task, place, work(result.contiguous())
+
+    return wrapped(MatrixExchange, "run", wrapper)
+
+
 UPDATE_FAULTS: dict[str, Fault] = {
     "wrong_norm": _wrong_norm,
     "tie_twice_in_norm": _squares_with(_ties_twice),
@@ -302,4 +315,5 @@ UPDATE_FAULTS: dict[str, Fault] = {
     "late_warmup": _scheduled_by(lambda step, steps, warmup: (step - 1 if step < warmup else step, steps)),
     "late_rate": _rate_of_the_step_before,
     "stale_average": _stale_average,
+    "muon_of_slices": _muon_of_slices,
 }
