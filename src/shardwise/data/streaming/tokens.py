@@ -240,7 +240,7 @@ class StreamedTokens:
             start_new_session=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
-        self._end = weakref.finalize(self, _end, self._process, cache.directory)  # at the interpreter's end, at the latest
+        self._end = weakref.finalize(self, _end, self._process, cache.directory)  # at exit, at the latest
 
 
 def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
