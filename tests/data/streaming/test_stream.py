@@ -120,6 +120,7 @@ def test_a_killed_producer_ends_every_rank(tmp_path: Path) -> None:
     finally:
         for stream in ranks:
             stream.close()
+    assert not list((tmp_path / "running").iterdir())
 
 
 def test_a_source_without_training_tokens_is_refused(tmp_path: Path) -> None:

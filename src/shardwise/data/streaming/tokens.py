@@ -8,6 +8,7 @@ raises its error.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -239,11 +240,11 @@ class StreamedTokens:
             start_new_session=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
-        self._end = weakref.finalize(self, _end, self._process)  # at the interpreter's end, at the latest
+        self._end = weakref.finalize(self, _end, self._process, cache.directory)  # at exit, at the latest
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let a producer end, which removes its blocks."""
+def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
+    """Let a producer end, which removes its blocks; do so for one that was killed."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -251,3 +252,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    shutil.rmtree(directory, ignore_errors=True)
