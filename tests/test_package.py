@@ -22,7 +22,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
 HEAVY = ("torch", "transformers", "datasets", "plotly", "pydantic", "numpy")
 LONGEST_FUNCTION, LONG_FILE = 60, 600
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-MAY_PICKLE = {"testing/world.py"}  # a test's pool and its own child processes, over pipes
+# A test's pool, the tokenizer's processes: each and its own child processes, over pipes.
+MAY_PICKLE = {"testing/world.py", "data/parallel_tokenize.py", "data/tokenize_worker.py"}
 DOCUMENTED = ("_foreach_", "_record_memory_history", "_dump_snapshot")  # torch's documentation has them by these names
 
 

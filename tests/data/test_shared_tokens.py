@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.data.evaluation_sets import job_of_set
 from shardwise.data.prepare import prepare
-from shardwise.data.remote_tokens import is_taken, send
+from shardwise.data.remote_tokens import is_taken, upload
 from shardwise.data.shared_tokens import write_shared
 from shardwise.data.statistics import statistics
 from shardwise.data.store import COMPLETE
@@ -89,7 +89,7 @@ def test_a_bucket_holds_a_directory(
     with pytest.raises(DataError, match="does not exist"):
         prepare(make_job(**shared_job_keys(url + "-none", tmp_path)))
     assert not is_taken(url)
-    send(directory, url)
+    upload(directory, url)
     assert is_taken(url)
     data = prepare(make_job(**shared_job_keys(url, tmp_path)), 300)
     assert data.content == own.content

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.kernels.block_codes import Span, decode, dynamic_map, encode, largest_of_blocks, scales_of
+from shardwise.kernels.block_codes import Span, decode, dynamic_map, codes_of, largest_of_blocks, scales_of
 
 FORMS = [("dynamic", True), ("dynamic", False), ("fp8", True)]
 
 
 def coded(values: torch.Tensor, span: Span, form: str, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     scales = scales_of(largest_of_blocks(values, span), form)
-    return encode(values, scales, span, form, signed), scales
+    return codes_of(values, scales, span, form, signed), scales
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -51,7 +51,7 @@ def test_fp32_has_the_codes_of_a_search(signed: bool) -> None:
     parts = torch.cat([borders, *beside, torch.randn(10_000).clamp_(-1, 1) ** 5, torch.zeros(3), -torch.zeros(3)])
     parts = torch.cat([parts, torch.ones(1)]).unsqueeze(0)  # one block, whose scale is 1
     span = Span(0, parts.shape[1], parts.shape[1])
-    codes = encode(parts, torch.ones(1, 1), span, "dynamic", signed)
+    codes = codes_of(parts, torch.ones(1, 1), span, "dynamic", signed)
     assert torch.equal(codes, torch.bucketize(parts, borders, right=True).to(torch.uint8))
 
 
@@ -63,7 +63,7 @@ def test_a_slice_of_a_row_has_the_codes_of_the_whole(form: str, signed: bool) ->
     for first, last in ((0, 50), (50, 100), (40, 60), (33, 35), (96, 100)):
         span = Span(first, last - first, block)
         blocks = slice(span.blocks.start, span.blocks.stop)
-        own = encode(values[:, first:last], scales[:, blocks], span, form, signed)
+        own = codes_of(values[:, first:last], scales[:, blocks], span, form, signed)
         assert torch.equal(own, whole[:, first:last])
         back = decode(own, scales[:, blocks], span, form, signed, torch.float32)
         assert torch.equal(back, decode(whole, scales, Span(0, 100, block), form, signed, torch.float32)[:, first:last])

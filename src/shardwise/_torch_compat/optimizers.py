@@ -1,4 +1,4 @@
-"""Optimizers: what their fused forms run on, and what schedulers have put on them."""
+"""Optimizers: what their fused forms run on, what schedulers have put on them, and Muon's iterations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import _muon
 
 
 def fuses_on_gpu(optimizer_class: type[torch.optim.Optimizer]) -> bool:
@@ -33,3 +35,12 @@ def follow_schedulers(optimizer: Any) -> None:
     told: Any = step
     told._wrapped_by_lr_sched = True
     optimizer.step = step
+
+
+def zeropower_via_newtonschulz(
+    matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Return what torch's Muon makes of a matrix, in bf16. No public name (torch 2.11 to 2.14)."""
+    iterations: Any = _muon._zeropower_via_newtonschulz  # type: ignore[attr-defined]
+    result: Tensor = iterations(matrix, coefficients, steps, eps)
+    return result

@@ -131,13 +131,7 @@ def export_checkpoint(
         raise OutputError(f"{path} is not a local directory; export to one and copy it")
     store, name = find(source, say)
     manifest = read_manifest(store, name)
-    if merge and manifest.adapter is None:
-        raise OutputError(f"--merge: the checkpoint {store.root}/{name} has no adapters; leave it out")
-    if ema and not any(_of_kind(AVERAGE, manifest)):
-        raise OutputError(
-            f"--ema: the checkpoint {store.root}/{name} has no averaged weights; they are kept where "
-            "training.ema_decay is set; leave it out"
-        )
+    _check_asked(f"{store.root}/{name}", manifest, merge, ema)
     stored_as = partial(_stored_as, manifest) if ema else str
     if manifest.adapter is not None and not merge:
         with WholeTensors(store, name, manifest) as tensors:
@@ -170,6 +164,21 @@ def export_checkpoint(
         for problem in writer.problems:
             say(problem)
         return writer.path
+
+
+def _check_asked(checkpoint: str, manifest: Manifest, merge: bool, ema: bool) -> None:
+    """Refuse to write what a checkpoint does not hold.
+
+    Raises:
+        OutputError: it has no adapters to merge, or no averages.
+    """
+    if merge and manifest.adapter is None:
+        raise OutputError(f"--merge: the checkpoint {checkpoint} has no adapters; leave it out")
+    if ema and not any(_of_kind(AVERAGE, manifest)):
+        raise OutputError(
+            f"--ema: the checkpoint {checkpoint} has no averaged weights; they are kept where training.ema_decay is "
+            "set; leave it out"
+        )
 
 
 def _stored_as(manifest: Manifest, key: str) -> str:

@@ -58,7 +58,7 @@ def _refuse_taken(output: str) -> None:
 
 def _leave(cached: Path, tokenizer: Path | None, output: str) -> None:
     """Write the directory under another name first; behind a URL its manifest comes last."""
-    from shardwise.data.remote_tokens import is_url, send
+    from shardwise.data.remote_tokens import is_url, upload
     from shardwise.data.shared_tokens import write_shared
 
     target = Path(output).expanduser().absolute()
@@ -66,7 +66,7 @@ def _leave(cached: Path, tokenizer: Path | None, output: str) -> None:
         if is_url(output):
             with tempfile.TemporaryDirectory() as directory:
                 write_shared(cached, tokenizer, Path(directory))
-                return send(Path(directory), output)
+                return upload(Path(directory), output)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed

@@ -65,9 +65,9 @@ def _cells(part: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> d
     for name, share in (("cut", "cut_share"), ("left out", "left_out_share")):
         if share in part:
             cells[name] = f"{part[share]:.1%}"
-    seen, size = part["vocabulary_seen"], part["vocabulary_size"]
+    used, size = part["vocabulary_seen"], part["vocabulary_size"]
     cells["duplicates"] = f"{part['duplicates']:,} ({part['duplicate_share']:.1%})"
-    cells["vocabulary that occurs"] = f"{seen:,} of {size:,} ({part['vocabulary_share']:.1%})"
+    cells["vocabulary that occurs"] = f"{used:,} of {size:,} ({part['vocabulary_share']:.1%})"
     total = part["tokens"]
     frequent = (f"{_shown(token, tokenizer)} {count / total:.1%}" for token, count in part["most_frequent"])
     return cells | {"most frequent": ", ".join(frequent)}

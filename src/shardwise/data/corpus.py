@@ -144,8 +144,10 @@ def with_format(job: Job) -> Job:
     """Return the job with the format of its rows, where `auto` finds conversations or pairs: the plan depends on it."""
     if job.data.sources:
         formats = [(source, data_format(data_of_source(job.data, source))) for source in job.data.sources]
-        found = [source.model_copy(update={"format": name} if name in ROW_FORMATS else {}) for source, name in formats]
-        return job.model_copy(update={"data": job.data.model_copy(update={"sources": found})})
+        sources = [
+            source.model_copy(update={"format": name} if name in ROW_FORMATS else {}) for source, name in formats
+        ]
+        return job.model_copy(update={"data": job.data.model_copy(update={"sources": sources})})
     name = data_format(job.data)
     if name == job.data.format or name not in ROW_FORMATS:
         return job

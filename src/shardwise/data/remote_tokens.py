@@ -45,7 +45,7 @@ def _fetch(system: Any, root: str, manifest: bytes, target: Path) -> None:
     (target / COMPLETE).write_bytes(manifest)
 
 
-def send(directory: Path, url: str) -> None:
+def upload(directory: Path, url: str) -> None:
     """Write a directory of tokens to `url`, its manifest last."""
     with _named(url):
         system, root = _open(url)

@@ -57,12 +57,12 @@ def prepare_sources(
     if fault := fault_of(job):
         raise ConfigError(f"data.sources: {fault.because}; {fault.fix}")
     ordered = sorted(job.data.sources, key=lambda source: source.label)
-    found = [_within(source, partial(_found, job, source)) for source in ordered]
-    _check_kinds(job, ordered, found)
-    _check_vocabularies(ordered, found)
-    tokenizer = _common_tokenizer(job, found, model_vocabulary, say)
+    corpora = [_within(source, partial(_found, job, source)) for source in ordered]
+    _check_kinds(job, ordered, corpora)
+    _check_vocabularies(ordered, corpora)
+    tokenizer = _common_tokenizer(job, corpora, model_vocabulary, say)
     prepared = []
-    for source, corpus in zip(ordered, found, strict=True):
+    for source, corpus in zip(ordered, corpora, strict=True):
         data = data_of_source(job.data, source).model_copy(update=tokenizer | {"format": _format_of(corpus)})
         own = job.model_copy(update={"data": data})
         prepared.append(_Prepared(source.label, source, own, _within(source, partial(read, own))))
@@ -74,8 +74,8 @@ def _found(job: Job, source: DataSource) -> Corpus | SharedTokens:
     return find_shared(data) or find_corpus(data)
 
 
-def _format_of(found: Corpus | SharedTokens) -> str:
-    return "tokens" if isinstance(found, SharedTokens) else found.format
+def _format_of(corpus: Corpus | SharedTokens) -> str:
+    return "tokens" if isinstance(corpus, SharedTokens) else corpus.format
 
 
 def _within(source: DataSource, read: Callable[[], Result]) -> Result:
@@ -86,14 +86,14 @@ def _within(source: DataSource, read: Callable[[], Result]) -> Result:
         raise type(error)(f"data.sources, {source.label}: {error}") from error
 
 
-def _check_kinds(job: Job, sources: Sequence[DataSource], found: Sequence[Corpus | SharedTokens]) -> None:
+def _check_kinds(job: Job, sources: Sequence[DataSource], corpora: Sequence[Corpus | SharedTokens]) -> None:
     """Refuse sources that cannot stand in one batch.
 
     Raises:
         ConfigError: with the names of two of them.
     """
     kinds: dict[str, str] = {}
-    for source, corpus in zip(sources, found, strict=True):
+    for source, corpus in zip(sources, corpora, strict=True):
         form = _format_of(corpus)
         kind = form if form in (*ROW_FORMATS, "tokens") else "documents"
         kinds.setdefault("rows" if kind in ("chat", "prompt_completion") else kind, source.label)
@@ -107,7 +107,7 @@ def _check_kinds(job: Job, sources: Sequence[DataSource], found: Sequence[Corpus
     )  # fmt: skip
 
 
-def _check_vocabularies(sources: Sequence[DataSource], found: Sequence[Corpus | SharedTokens]) -> None:
+def _check_vocabularies(sources: Sequence[DataSource], corpora: Sequence[Corpus | SharedTokens]) -> None:
     """Refuse directories of `shardwise data prepare` whose tokens are of two tokenizers.
 
     Raises:
@@ -115,7 +115,7 @@ def _check_vocabularies(sources: Sequence[DataSource], found: Sequence[Corpus | 
     """
     labels = {
         corpus.vocabulary: source.label
-        for source, corpus in zip(sources, found, strict=True)
+        for source, corpus in zip(sources, corpora, strict=True)
         if isinstance(corpus, SharedTokens) and corpus.vocabulary is not None
     }
     if len(labels) > 1:
@@ -128,13 +128,13 @@ def _has_tokenizer(job: Job) -> bool:
 
 
 def _common_tokenizer(
-    job: Job, found: Sequence[Corpus | SharedTokens], model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, corpora: Sequence[Corpus | SharedTokens], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> dict[str, str]:
     """Return the key that names the tokenizer trained on all sources; none where there is another, or no text."""
-    corpora = [corpus for corpus in found if isinstance(corpus, Corpus)]
-    if _has_tokenizer(job) or _format_of(found[0]) == "tokens":
+    texts = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
+    if _has_tokenizer(job) or _format_of(corpora[0]) == "tokens":
         return {}
-    trained = find_tokenizer(job, corpora, model_vocabulary, say)
+    trained = find_tokenizer(job, texts, model_vocabulary, say)
     return {} if trained is None else {"tokenizer": str(trained.directory)}
 
 

@@ -45,5 +45,5 @@ class TextEncoder:
 
 def joined(ids: list[list[int]]) -> list[np.ndarray]:
     """Return the lengths of some lists of token ids and their numbers, one list behind the other."""
-    lengths = np.array([len(each) for each in ids], dtype=np.int64)
-    return [lengths, np.concatenate([np.empty(0, np.int32), *(np.array(each, dtype=np.int32) for each in ids)])]
+    lengths = np.array([len(tokens) for tokens in ids], dtype=np.int64)
+    return [lengths, np.concatenate([np.empty(0, np.int32), *(np.array(tokens, dtype=np.int32) for tokens in ids)])]

@@ -1,4 +1,4 @@
-"""How far tokenizing has come: a bar on a terminal, a line every few seconds elsewhere.
+"""Progress of tokenizing: a bar on a terminal, a line every few seconds elsewhere.
 
 The time left is by bytes: those that have been read of the corpus' files, as they lie on the disk.
 """

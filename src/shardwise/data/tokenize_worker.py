@@ -23,7 +23,7 @@ from shardwise.errors import DataError
 Encoder = Callable[[Any], list[np.ndarray]]
 
 
-def main() -> None:
+def run_worker() -> None:
     """Tokenize part after part."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that started this one acts
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -47,4 +47,4 @@ def _tokenize(encoder: Encoder, path: Path, content: bytes) -> str | None:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker()

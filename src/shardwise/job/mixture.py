@@ -1,4 +1,4 @@
-"""What a job says of several sources: their weights from each sample on, and why they cannot be mixed.
+"""Sources of a job: their weights from each sample on, and why they cannot be mixed.
 
 The legality table asks `fault_of` before anything is read, and the data do so again for who has no plan.
 """

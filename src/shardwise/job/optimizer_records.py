@@ -34,7 +34,7 @@ StateRule = Callable[[Options, Shape, Shape], State]
 
 
 class Average(NamedTuple):
-    """What is evaluated and exported in the place of a parameter: it, and `factor` times the way to state `key`."""
+    """The weights evaluated and exported in a parameter's place: it, and `factor` times the way to state `key`."""
 
     key: str
     factor: float

@@ -59,7 +59,7 @@ def scales_of(largest: Tensor, form: str) -> Tensor:
     return least.div_(LARGEST_FP8) if form == "fp8" else least
 
 
-def encode(values: Tensor, scales: Tensor, span: Span, form: str, signed: bool) -> Tensor:
+def codes_of(values: Tensor, scales: Tensor, span: Span, form: str, signed: bool) -> Tensor:
     """Return the codes of [..., columns], uint8 of the same shape; `scales` are [..., blocks]."""
     parts = of_blocks(in_blocks(values, span) / scales.unsqueeze(-1), span)
     if form == "fp8":

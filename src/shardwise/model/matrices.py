@@ -53,20 +53,20 @@ class Matrix:
 
     def places(self, logical: tuple[slice, ...], local: tuple[slice, ...]) -> list[Place]:
         """Return what a region of the parameter holds of the matrix; `local` is where the region lies in a tensor."""
-        held, boxes = list(logical), list(local)
+        inner, boxes = list(logical), list(local)
         head: tuple[slice, ...] = ()
         if self.expert is not None:
-            stack, first = held.pop(0), boxes.pop(0).start
+            stack, first = inner.pop(0), boxes.pop(0).start
             if not stack.start <= self.expert < stack.stop:
                 return []
             at = first + self.expert - stack.start
             head = (slice(at, at + 1),)
         places, offset = [], 0
         for part in self.parts:
-            start, stop = max(part.start, held[self.dim].start), min(part.stop, held[self.dim].stop)
-            inside, own = [held[0], held[1]], [boxes[0], boxes[1]]
+            start, stop = max(part.start, inner[self.dim].start), min(part.stop, inner[self.dim].stop)
+            inside, own = [inner[0], inner[1]], [boxes[0], boxes[1]]
             inside[self.dim] = slice(offset + start - part.start, offset + stop - part.start)
-            shift = boxes[self.dim].start - held[self.dim].start
+            shift = boxes[self.dim].start - inner[self.dim].start
             own[self.dim] = slice(start + shift, stop + shift)
             if start < stop and all(box.start < box.stop for box in inside):
                 places.append(Place((inside[0], inside[1]), (*head, *own)))

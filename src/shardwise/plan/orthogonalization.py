@@ -1,4 +1,4 @@
-"""How Muon orthogonalizes each matrix whose slices lie on several ranks: the cheapest of three ways, by a formula.
+"""Ways in which Muon orthogonalizes matrices whose slices lie on several ranks: the cheapest of three, by a formula.
 
 A matrix of m x n, k the smaller of both and l the larger, lies in s slices on r x s ranks, each slice on r of them.
 T Newton-Schulz iterations take F = T (4 k^2 l + 2 k^3) FLOPs. A rank's mean share of a matrix is
@@ -67,7 +67,7 @@ def costs(matrix: Matrix, slices: Slices, steps: int, compute: str) -> dict[str,
 
 
 class Orthogonalization(NamedTuple):
-    """What Muon does in a step.
+    """Work and traffic of Muon in a step.
 
     Attributes:
         ways: name of a parameter -> the way of its matrices.
@@ -83,7 +83,7 @@ class Orthogonalization(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """Which optimizer updates what."""
+        """Say which optimizer updates what."""
         parts = [f"{MUON}: {', '.join(f'{count} {WORDS[way]}' for way, count in sorted(self.matrices.items()))}"]
         return "; ".join([*parts, *(f"{name}: {count}" for name, count in self.others.items())])
 
@@ -119,9 +119,9 @@ def _cheapest(draft: Draft, name: str, own: ParameterOptimizer) -> tuple[str, Co
         for way, cost in costs(matrix, slices_of(draft, name, matrix), steps, draft.compute).items():
             totals.setdefault(way, []).append(cost)
     sums = {
-        way: Cost(sum(cost.received for cost in each), sum(cost.flops for cost in each))
-        for way, each in totals.items()
-        if len(each) == len(matrices)  # one way for all of a parameter
+        way: Cost(sum(cost.received for cost in parts), sum(cost.flops for cost in parts))
+        for way, parts in totals.items()
+        if len(parts) == len(matrices)  # one way for all of a parameter
     }
     way = min(sums, key=lambda way: sums[way].total(draft.world.device_type))
     # Experts are on some of the ranks that hold the stage: a rank's mean is over all of them.

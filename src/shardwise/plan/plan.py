@@ -403,8 +403,8 @@ def _objective(draft: Draft, rules: dict[str, str]) -> str:
     if asked != "auto":
         rules["objective"] = "training.objective given"
         return asked
-    found = ", ".join(draft.data.row_formats) or draft.data.format
-    rules["objective"] = f"training.objective auto: data.format {found}"
+    of_data = ", ".join(draft.data.row_formats) or draft.data.format
+    rules["objective"] = f"training.objective auto: data.format {of_data}"
     return draft.job.objective
 
 

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim._muon import _zeropower_via_newtonschulz  # type: ignore[attr-defined]
 from transformers.pytorch_utils import Conv1D
+
+from shardwise._torch_compat.optimizers import zeropower_via_newtonschulz
 
 IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")  # a numbered module of a list
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 class Projections(NamedTuple):
-    """How the projections of a weight lie: by what rule, along which dim, and of how many query and key heads."""
+    """Layout of the projections of a weight: by what rule, along which dim, and of how many query and key heads."""
 
     kind: str
     dim: int = 0
@@ -80,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         is_adamw_like = group["adjust_lr_fn"] == "match_rms_adamw"
         factor = 0.2 * math.sqrt(max(rows, columns)) if is_adamw_like else math.sqrt(max(1, rows / columns))
         if self.dtype == torch.bfloat16:
-            rounded: Tensor = _zeropower_via_newtonschulz(matrix.clone(), tuple(coefficients), steps, eps)
+            rounded: Tensor = zeropower_via_newtonschulz(matrix.clone(), tuple(coefficients), steps, eps)
             return factor * rounded.to(matrix.dtype)
         a, b, c = coefficients
         x = matrix.to(self.dtype)

@@ -129,7 +129,7 @@ class AdamW8bit(AdamWWithKept):
 
     def kept(self, moment: Tensor, signed: bool, block_size: int) -> Tensor:
         """Return what the nearest values of the map stand for, block by block of each row."""
-        values = torch.tensor(dynamic_map(signed))
+        values = torch.tensor(dynamic_values(signed))
         return _by_blocks(moment, block_size, lambda block, largest: _nearest(block / largest, values) * largest)
 
 
@@ -157,7 +157,7 @@ PLAIN: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-def dynamic_map(signed: bool) -> list[float]:
+def dynamic_values(signed: bool) -> list[float]:
     """bitsandbytes' create_dynamic_map with seven bits of exponent: means of even intervals in each decade."""
     values = [0.0, 1.0]
     for decade in range(-6, 1):

@@ -32,7 +32,7 @@ from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.state import OF_SOURCE, SAMPLES, DataState
-from shardwise.data.streaming.loader import data_state
+from shardwise.data.streaming.loader import state_of_stream
 from shardwise.errors import ConfigError, require_type
 from shardwise.job.schema import Job
 from shardwise.job.sources import Source, load_job
@@ -176,7 +176,7 @@ class Session:
         self.callbacks = CallbackList(callbacks, self.rank)
         self.checkpoints = RunCheckpoints(assembled)
         self._exit.callback(self.checkpoints.close)
-        self._data_state: DataState | None = data_state(assembled.stream) if has_data else None
+        self._data_state: DataState | None = state_of_stream(assembled.stream) if has_data else None
         if has_data and assembled.data.streamed is not None:
             assembled.data.streamed.say = self.note
             self._exit.callback(assembled.data.streamed.close)

@@ -1,4 +1,4 @@
-"""What a stream has given and kept waiting: in each step's record, and in a sentence at the end."""
+"""Tokens that a stream has given, and waits for it: in each step's record, and in a sentence at the end."""
 
 from __future__ import annotations
 

@@ -49,11 +49,11 @@ class BlockCache:
 
     def blocks(self) -> list[Block]:
         """Return the complete blocks in order."""
-        found = []
+        blocks = []
         for path in self.directory.glob("[0-9]*-*-*-*.npy"):
             tokens, count, shard, row = map(int, path.stem.split("-"))
-            found.append(Block(Position(shard, row, tokens), count, path))
-        return sorted(found)
+            blocks.append(Block(Position(shard, row, tokens), count, path))
+        return sorted(blocks)
 
     def write(self, position: Position, tokens: np.ndarray) -> Block:
         """Keep a block."""

@@ -33,7 +33,7 @@ def remote_stamp(info: dict[str, Any]) -> tuple[int, str]:
 
 
 @contextmanager
-def fetched(shard: Shard, directory: Path, tell: Callable[..., None]) -> Iterator[Path]:
+def fetched_shard(shard: Shard, directory: Path, tell: Callable[..., None]) -> Iterator[Path]:
     """Yield the path of a shard's file; `tell` hears of how it comes.
 
     Raises:
@@ -78,9 +78,9 @@ def _fetch(shard: Shard, path: Path, tell: Callable[..., None]) -> None:
             tell(stage="fetching", fetched=size, size=shard.size, fetch_seconds=time.monotonic() - began)
 
 
-def _check_same(shard: Shard, found: tuple[int, str]) -> None:
-    if found != (shard.size, shard.stamp):
+def _check_same(shard: Shard, version: tuple[int, str]) -> None:
+    if version != (shard.size, shard.stamp):
         raise DataError(
-            f"{shard.name} has changed since it was listed: {found[0]} bytes, version {found[1]}, not {shard.size} "
+            f"{shard.name} has changed since it was listed: {version[0]} bytes, version {version[1]}, not {shard.size} "
             f"bytes, version {shard.stamp}; leave sources as they are while they are read, and start again"
         )

@@ -8,7 +8,7 @@ from shardwise.data.batch import Batch
 from shardwise.data.loader import Stream
 from shardwise.data.packing import Windows
 from shardwise.data.state import SAMPLES, DataState
-from shardwise.data.state import data_state as state_of_split
+from shardwise.data.state import data_state
 from shardwise.data.streaming.definition import Position
 from shardwise.data.streaming.tokens import StreamedTokens
 
@@ -33,9 +33,9 @@ class InOrder(Stream):
         return sample * self.split.sequence_length
 
 
-def data_state(stream: Stream) -> DataState:
+def state_of_stream(stream: Stream) -> DataState:
     """Return the state of a rank's training samples, at their beginning."""
-    return StreamState(stream) if isinstance(stream, InOrder) else state_of_split(stream)
+    return StreamState(stream) if isinstance(stream, InOrder) else data_state(stream)
 
 
 class StreamState:

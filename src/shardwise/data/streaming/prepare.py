@@ -24,9 +24,9 @@ from shardwise.data.readers import pieces
 from shardwise.data.split import TokenCorpus, TokenStream
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.streaming.definition import Shard, StreamDefinition
-from shardwise.data.streaming.fetch import fetched
+from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.data.streaming.rows import RowReader, Value
-from shardwise.data.streaming.sources import FoundShards, describe, find_shards
+from shardwise.data.streaming.sources import FoundShards, describe_listing, find_shards
 from shardwise.data.streaming.tokens import StreamedTokens, StreamSettings
 from shardwise.data.streaming.workers import Encoder
 from shardwise.data.tokenizer import TokenizerSource, check_vocabulary, facts_of, load_tokenizer
@@ -49,14 +49,14 @@ DRAWS = 1 << 64
 class StreamCorpus:
     """A stream's shards as a corpus that a tokenizer is trained on: rows in the order of the files."""
 
-    found: FoundShards
+    listing: FoundShards
     data: DataSection
     format: str
     identity: str
 
     def describe(self) -> str:
         """For the display."""
-        return describe(self.found, self.data)
+        return describe_listing(self.listing, self.data)
 
     def emptiness(self, unit: str) -> str:
         """Return the message for a source in which no document has any `unit`."""
@@ -64,17 +64,17 @@ class StreamCorpus:
 
     def texts(self) -> Iterator[tuple[str, bool]]:
         """(text, is the document's last piece) of all documents."""
-        reader = RowReader(self.found.container, self.data.field, False, None)
-        for value in values_in_order(self.found.shards, reader, self.data.on_bad_files == "skip"):
+        reader = RowReader(self.listing.container, self.data.field, False, None)
+        for value in values_in_order(self.listing.shards, reader, self.data.on_bad_files == "skip"):
             yield from pieces(io.StringIO(str(value), newline=""))
 
 
 def find_stream(data: DataSection) -> StreamCorpus:
     """Return the source of a job that streams."""
-    found = find_shards(data)
-    name = "tokens" if data.format == "tokens" else found.container
-    identity = digest(name, data.field, [asdict(shard) for shard in found.shards])
-    return StreamCorpus(found, data, name, identity)
+    listing = find_shards(data)
+    name = "tokens" if data.format == "tokens" else listing.container
+    identity = digest(name, data.field, [asdict(shard) for shard in listing.shards])
+    return StreamCorpus(listing, data, name, identity)
 
 
 def values_in_order(shards: Sequence[Shard], reader: RowReader, skips: bool) -> Iterator[Value]:
@@ -82,7 +82,7 @@ def values_in_order(shards: Sequence[Shard], reader: RowReader, skips: bool) -> 
     with TemporaryDirectory(prefix="shardwise-stream-") as directory:
         for shard in shards:
             try:
-                with fetched(shard, Path(directory), lambda **facts: None) as path:
+                with fetched_shard(shard, Path(directory), lambda **facts: None) as path:
                     for _, value in reader.values(path, shard.name, 0):
                         yield value
             except DataError:
@@ -104,8 +104,8 @@ class PreparedStream:
         self.limit = self.facts.vocabulary_size if self.facts else model_vocabulary
         self.tokenizer = None if tokenizer is None or self.holds_tokens else as_json(tokenizer, source)
         self.definition = StreamDefinition(
-            shards=corpus.found.shards,
-            container=corpus.found.container,
+            shards=corpus.listing.shards,
+            container=corpus.listing.container,
             column="input_ids" if self.holds_tokens and self.data.field == "text" else self.data.field,
             holds_tokens=self.holds_tokens,
             end=self.facts.eos_id if self.facts else None,
@@ -130,7 +130,7 @@ class PreparedStream:
 
     @property
     def root(self) -> Path:
-        """Where streams keep what they need."""
+        """Return the directory in which streams keep what they need."""
         return cache_root(self.data.cache_directory) / "streams"
 
     def training_tokens(self) -> StreamedTokens:

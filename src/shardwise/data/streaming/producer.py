@@ -27,7 +27,7 @@ import numpy as np
 
 from shardwise.data.streaming.block_cache import DEFINITION, FAILURE, STATUS, TOKENIZER, Block, BlockCache, hold_lock
 from shardwise.data.streaming.definition import BUFFER_CHARACTERS, Position, StreamDefinition
-from shardwise.data.streaming.fetch import fetched
+from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.data.streaming.rows import RowReader, Value
 from shardwise.data.streaming.workers import begin_worker, encode_values
 from shardwise.errors import DataError, ShardwiseError
@@ -87,7 +87,7 @@ class StreamReader:
         self.tell(shard=shard.name, stage="opening")
         row = start - 1
         try:
-            with fetched(shard, self.directory, self.tell) as path:
+            with fetched_shard(shard, self.directory, self.tell) as path:
                 self.tell(stage="reading")
                 for row, value in self.rows.values(path, shard.name, start):
                     yield row, value
@@ -99,7 +99,7 @@ class StreamReader:
 
 
 class Status:
-    """What the producer is doing, in the cache for whoever waits: a shard, a stage, rates, what was skipped."""
+    """State of the producer, in the cache for whoever waits: a shard, a stage, rates, what was skipped."""
 
     def __init__(self, cache: BlockCache) -> None:
         self.cache, self.facts = cache, dict[str, Any]()
@@ -188,7 +188,7 @@ def tokenized(
             error = failure
         while waiting and (error is not None or len(waiting) > AHEAD):
             buffer, futures = waiting.popleft()
-            yield buffer, joined(buffer, [pair for future in futures for pair in future.result()], definition)
+            yield buffer, joined_tokens(buffer, [pair for future in futures for pair in future.result()], definition)
     raise error
 
 
@@ -205,7 +205,7 @@ def parts(values: list[Value]) -> Iterator[list[Value]]:
         yield part
 
 
-def joined(buffer: Buffer, documents: list[tuple[np.ndarray, bool]], definition: StreamDefinition) -> np.ndarray:
+def joined_tokens(buffer: Buffer, documents: list[tuple[np.ndarray, bool]], definition: StreamDefinition) -> np.ndarray:
     """Return the ids of the documents that train, in the buffer's order, the first of each complemented."""
     kept = []
     for place in definition.permutation(buffer.shard, buffer.row, len(documents)):
@@ -215,7 +215,7 @@ def joined(buffer: Buffer, documents: list[tuple[np.ndarray, bool]], definition:
     return np.concatenate(kept) if kept else np.empty(0, dtype=np.int32)
 
 
-def main(directory: Path) -> None:
+def run_producer(directory: Path) -> None:
     """Produce until the parent says enough, or is gone; the cache goes too."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -253,4 +253,4 @@ def _watch(parent: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_producer(Path(sys.argv[1]))

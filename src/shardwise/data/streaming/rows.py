@@ -25,7 +25,7 @@ Numbered = tuple[int, Columns]  # number of a row in its shard, from 0, and its 
 
 
 class RowReader(NamedTuple):
-    """What the rows of a shard are read for.
+    """Settings by which the rows of a shard are read.
 
     Attributes:
         container: how a shard is read.
@@ -65,7 +65,7 @@ class RowReader(NamedTuple):
         return str(value)
 
 
-def jsonl_rows(path: Path, start: int, column: str) -> Iterator[Numbered]:
+def streamed_jsonl(path: Path, start: int, column: str) -> Iterator[Numbered]:
     """Lines of JSON; a row is a line, blank ones are passed over."""
     number = -1
     try:
@@ -93,7 +93,7 @@ def _json_row(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def parquet_rows(path: Path, start: int, column: str) -> Iterator[Numbered]:
+def streamed_parquet(path: Path, start: int, column: str) -> Iterator[Numbered]:
     """Rows of a Parquet file; row groups before `start` are not read."""
     from pyarrow.parquet import ParquetFile
 
@@ -115,7 +115,7 @@ def parquet_rows(path: Path, start: int, column: str) -> Iterator[Numbered]:
                     number += 1
 
 
-def dataset_rows(path: Path, start: int, column: str) -> Iterator[Numbered]:
+def streamed_dataset(path: Path, start: int, column: str) -> Iterator[Numbered]:
     """Rows of an Arrow file of `datasets.save_to_disk`; record batches before `start` are not decoded."""
     import pyarrow as pa
 
@@ -169,8 +169,8 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, w
 
 
 CONTAINERS: dict[str, Callable[[Path, int, str], Iterator[Numbered]]] = {
-    "jsonl": jsonl_rows,
-    "parquet": parquet_rows,
-    "dataset": dataset_rows,
+    "jsonl": streamed_jsonl,
+    "parquet": streamed_parquet,
+    "dataset": streamed_dataset,
     "webdataset": webdataset_rows,
 }

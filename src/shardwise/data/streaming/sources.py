@@ -51,13 +51,13 @@ def find_shards(data: DataSection) -> FoundShards:
     return _local(archives, "webdataset", path) if archives else _of_corpus(data)
 
 
-def describe(found: FoundShards, data: DataSection) -> str:
+def describe_listing(listing: FoundShards, data: DataSection) -> str:
     """Return a source's words for the display."""
     where = data.path if data.dataset is None else f"{data.dataset} ({data.dataset_split})"
-    size = sum(shard.size for shard in found.shards)
-    count = len(found.shards)
+    size = sum(shard.size for shard in listing.shards)
+    count = len(listing.shards)
     shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
-    return f"stream of {found.container}: {where}, {count:,} shard{'s' * (count != 1)}, {shown}"
+    return f"stream of {listing.container}: {where}, {count:,} shard{'s' * (count != 1)}, {shown}"
 
 
 def _archives(path: str) -> list[Path]:
@@ -126,7 +126,9 @@ def _of_url(path: str) -> FoundShards:
         raise ConfigError(f"data.path={path!r}: {error}") from error
     except Exception as error:  # each file system of fsspec has errors of its own
         reason = str(error).strip() or type(error).__name__
-        raise DataError(f"data.path={path!r} cannot be listed: {type(error).__name__}: {reason}") from error
+        raise DataError(
+            f"data.path={path!r} cannot be listed: {type(error).__name__}: {reason}; is its server there?"
+        ) from error
     return _remote({system.unstrip_protocol(name): info for name, info in infos.items()}, f"data.path={path!r}")
 
 
@@ -140,7 +142,7 @@ def _of_hub(data: DataSection) -> FoundShards:
         builder = load_dataset_builder(str(data.dataset), data.dataset_config, revision=data.dataset_revision)
         files: Any = builder.config.data_files or {}
         if split not in files:
-            raise DataError(f"{where} has no split {split!r} (data.dataset_split), but {', '.join(map(str, files))}")
+            raise DataError(f"{where} has no split {split!r} (data.dataset_split); use {', '.join(map(str, files))}")
         urls = sorted(str(url) for url in files[split])
         infos = {url: url_to_fs(url)[0].info(url_to_fs(url)[1]) for url in urls}
     except DataError:
@@ -157,12 +159,12 @@ def _of_hub(data: DataSection) -> FoundShards:
 def _remote(infos: dict[str, dict[str, Any]], where: str) -> FoundShards:
     """Return the shards among files at URLs, all of one kind."""
     kinds = {url: STREAMED.get(content_suffix(Path(posixpath.basename(url)))) for url in infos}
-    found = sorted({kind for kind in kinds.values() if kind})
-    if len(found) != 1:
-        what = "no shard" if not found else " and ".join(found)
+    names = sorted({kind for kind in kinds.values() if kind})
+    if len(names) != 1:
+        what = "no shard" if not names else " and ".join(names)
         raise DataError(f"{where} holds {what}; a stream reads JSON lines, Parquet or WebDataset tars, one of them")
     urls = [url for url, kind in kinds.items() if kind]
     places = {url: url.partition("://")[2] for url in urls}
     root = posixpath.commonpath([posixpath.dirname(place) for place in places.values()])
     shards = [Shard(url, places[url].removeprefix(root).lstrip("/"), *remote_stamp(infos[url])) for url in urls]
-    return FoundShards(tuple(shards), found[0])
+    return FoundShards(tuple(shards), names[0])

@@ -45,7 +45,7 @@ SECONDS_TO_END = 5.0
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How a stream is produced; nothing here changes its tokens.
+    """Settings by which a stream is produced; none changes its tokens.
 
     Attributes:
         root: where the directories of running streams are.
@@ -188,10 +188,11 @@ class StreamedTokens:
         is_alive = self._process.poll() is None if self._process else is_in_use(self._cache.directory)
         failure = self._cache.read_json(FAILURE)
         if failure is not None:
-            raise DataError(f"the stream has ended: {failure['message']}")
+            message = failure["message"]
+            raise DataError(f"the stream has ended: {message}")
         if not is_alive:
             raise DataError(
-                "the process that reads the stream ahead is gone; it was killed, perhaps for memory. Go on from the "
+                "the process that reads the stream ahead is gone; it was killed, perhaps for memory; go on from the "
                 "last checkpoint, with fewer data.num_workers or a smaller data.shuffle_buffer_size"
             )
 
@@ -206,9 +207,11 @@ class StreamedTokens:
         began = time.monotonic()
         while (table := cache.readers()) is None:
             if self._process is not None and self._process.poll() is not None:
-                raise DataError("the process that reads the stream ahead did not start")
+                raise DataError(
+                    "the process that reads the stream ahead did not start; let this user have more processes or memory"
+                )
             if time.monotonic() - began > SECONDS_TO_START:
-                raise DataError(f"no process reads the stream ahead in {directory}")
+                raise DataError(f"no process reads the stream ahead in {directory}; start the job again")
             time.sleep(POLL)
         self._cache, self._table = cache, table
 

@@ -114,8 +114,8 @@ def shipped_rows() -> tuple[Row, ...]:
 
 def fit(given: Sequence[Sample], known: Mapping[str, Stack] | None = None) -> Constants:
     """Constants that fit the samples. Stacks of `known` keep what is not fitted together with the others."""
-    found = known or {}
-    bases = {name: found[name] if name in found else _base(own) for name, own in _by_stack(given).items()}
+    stacks = known or {}
+    bases = {name: stacks[name] if name in stacks else _base(own) for name, own in _by_stack(given).items()}
     return _with_spread(given, _solved(given, bases)[0])
 
 

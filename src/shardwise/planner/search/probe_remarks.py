@@ -1,4 +1,4 @@
-"""Which three of the ranked layouts to run first: those whose step times would narrow the forecast most.
+"""The three of the ranked layouts to run first: those whose step times would narrow the forecast most.
 
 Measured steps fit the rate of matrix products (`shardwise.planner.published.calibrate_spread.probed`). Before
 anything is run, each layout is taken to run as predicted, and the three are looked for that leave the first the
@@ -33,7 +33,7 @@ def probe_remark(result: SearchResult) -> Iterator[str]:
     first = candidates[0].prediction
     stack = candidates[0].configuration.stack
     prior = Prior(stack.offset, USUAL, stack.wait_spread, STRANGER_ROWS)
-    rows = [Seen(_errors(each.configuration), each.prediction.waits) for each in candidates]
+    rows = [Seen(_errors(candidate.configuration), candidate.prediction.waits) for candidate in candidates]
 
     def width(chosen: tuple[int, ...]) -> float:
         known = probed([rows[index] for index in chosen], prior)

@@ -227,7 +227,7 @@ def form_without(entry: ParameterEntry, parameter: Tensor, *dims: int) -> StateF
     shape, local = list(entry.shape), list(parameter.shape)
     for dim in dims:
         shape[dim] = local[dim] = 1
-    held: dict[tuple[int, ...], Region] = {}
+    regions: dict[tuple[int, ...], Region] = {}
     first: set[tuple[int, ...]] = set()
     for region in entry.regions:
         if all(part.stop > part.start for part in region.logical):
@@ -235,11 +235,11 @@ def form_without(entry: ParameterEntry, parameter: Tensor, *dims: int) -> StateF
             for dim in dims:
                 logical[dim] = own[dim] = slice(0, 1)
             place = tuple(part.start for part in own)
-            held[place] = Region(tuple(logical), tuple(own))
+            regions[place] = Region(tuple(logical), tuple(own))
             if all(region.logical[dim].start == 0 for dim in dims):
                 first.add(place)
-    owned = tuple(region for place, region in held.items() if place in first)
-    return StateForm(tuple(shape), parameter.dtype, tuple(local), tuple(held.values()), owned)
+    owned = tuple(region for place, region in regions.items() if place in first)
+    return StateForm(tuple(shape), parameter.dtype, tuple(local), tuple(regions.values()), owned)
 
 
 def _shards(entry: ParameterEntry) -> int:

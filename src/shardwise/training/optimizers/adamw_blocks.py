@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.collectives.tensor import largest_together
 from shardwise.job.optimizer_records import BLOCK, is_quantized
-from shardwise.kernels.block_codes import Span, decode, encode, largest_of_blocks, scales_of
+from shardwise.kernels.block_codes import Span, decode, codes_of, largest_of_blocks, scales_of
 from shardwise.parallel.logical_state import StateForm
 from shardwise.parallel.tensor_map import ParameterEntry, Region
 from shardwise.training.optimizers.adamw import AdamWStep, adamw_update, next_moments
@@ -124,16 +124,16 @@ class BlockwiseAdamW(SliceOptimizer):
     def _form_of_scales(self, entry: ParameterEntry, shape: tuple[int, ...]) -> StateForm:
         """Return which scales are here; those of a block that several ranks hold are written with its first element."""
         blocks = Blocks.of(entry, self.block)
-        held, owned = [], []
+        regions, owned = [], []
         for piece in blocks.pieces:
             numbers, first = piece.span.blocks, -(-piece.span.first // self.block)
             for region in entry.regions:
                 if region.local[-1].start == piece.columns.start:
-                    held.append(_with_last(region, numbers, piece.scales.start))
+                    regions.append(_with_last(region, numbers, piece.scales.start))
                     own = range(first, numbers.stop)
                     owned.append(_with_last(region, own, piece.scales.start + first - numbers.start))
         local = (*entry.local.shape[:-1], blocks.scales)
-        return StateForm(shape, torch.float32, local, tuple(held), tuple(owned))
+        return StateForm(shape, torch.float32, local, tuple(regions), tuple(owned))
 
     def _agree(self) -> dict[nn.Parameter, Tensor]:
         """Return the largest values of blocks that ranks share, [moments, ..., cut blocks] by parameter. Collective."""
@@ -178,7 +178,7 @@ class BlockwiseAdamW(SliceOptimizer):
                         largest[..., place] = common[index][..., number]
                     scales[index].copy_(scales_of(largest, self.form))
                     wide = scales[index].to(weight.dtype)
-                    codes[index].copy_(encode(moments[index], wide, piece.span, self.form, signed))
+                    codes[index].copy_(codes_of(moments[index], wide, piece.span, self.form, signed))
                 adamw_update(at, weight, *moments)
 
     def _next(

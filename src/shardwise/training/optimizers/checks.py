@@ -1,4 +1,4 @@
-"""What options of this package's optimizers have to be, said as torch's classes say it."""
+"""Checks of the options of this package's optimizers, said as torch's classes say it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from shardwise.parallel.tensor_map import Region
 
 ROUND_BYTES = 1 << 27  # of whole matrices that a rank holds at once
 UNIT = "momentum of matrices"
-Held = Mapping[str, Sequence[Region]]  # parameter -> what of it a rank holds
+Holdings = Mapping[str, Sequence[Region]]  # parameter -> what of it a rank holds
 
 
 class Task(NamedTuple):
@@ -76,23 +76,23 @@ class MatrixExchange:
     """Exchanges parts of matrices over the ranks of `group`; without one this rank holds everything.
 
     Args:
-        held: by rank of the group, what each holds.
+        holdings: by rank of the group, what each holds.
         dtype, device: of whole matrices.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        held: Sequence[Held],
+        holdings: Sequence[Holdings],
         tasks: Iterable[Task],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.group, self.rank, self.dtype, self.device = group, 0 if group is None else group.rank(), dtype, device
         self.rounds = [Round()]
-        self._load, self._filled = [0.0] * len(held), [0] * len(held)
+        self._load, self._filled = [0.0] * len(holdings), [0] * len(holdings)
         for task in sorted(tasks, key=lambda task: -task.work):
-            self._assign(task, [_places(task, regions) for regions in held])
+            self._assign(task, [_places(task, regions) for regions in holdings])
 
     def run(
         self, slices: Mapping[str, Tensor], work: Callable[[Tensor], Tensor]
@@ -166,8 +166,8 @@ class MatrixExchange:
             at.outbound += [message for message in outbound if self.rank in (message.source, message.target)]
 
 
-def _places(task: Task, held: Held) -> list[Place]:
-    regions = held.get(task.name, ())
+def _places(task: Task, holdings: Holdings) -> list[Place]:
+    regions = holdings.get(task.name, ())
     return [place for region in regions for place in task.matrix.places(region.logical, region.local)]
 
 

@@ -124,13 +124,13 @@ class Muon(SliceOptimizer):
                 (name, Matrix((len(value), value.shape[1]), (slice(0, len(value)),))) for name, value in slices.items()
             ]
             tasks = [Task(n, name, matrix, matrix.work, True) for n, (name, matrix) in enumerate(whole)]
-            held = {task.name: [Region(everything, everything)] for task in tasks for everything in [_all(task.matrix)]}
-            return MatrixExchange(None, [held], tasks, self.dtype, next(iter(slices.values())).device)
-        ways, here = model.plan.orthogonalized, model.tensor_map
-        own = {entry.name: entry.regions for entry in here if entry.name in ways}
+            holdings = {task.name: [Region(part, part)] for task in tasks for part in [_all(task.matrix)]}
+            return MatrixExchange(None, [holdings], tasks, self.dtype, next(iter(slices.values())).device)
+        ways, tensors = model.plan.orthogonalized, model.tensor_map
+        own = {entry.name: entry.regions for entry in tensors if entry.name in ways}
         named = [(name, matrix) for name in own for matrix in matrices_of(model.facts, name)]
         tasks = [Task(n, name, m, m.work, ways[name] == EVERY_RANK) for n, (name, m) in enumerate(named)]
-        cuts = {name: (isinstance(here[name].parameter, DTensor), here[name].split is not None) for name in own}
+        cuts = {name: (isinstance(tensors[name].parameter, DTensor), tensors[name].split is not None) for name in own}
         shared = [task for task in tasks if ways[task.name] == BLOCKS and any(cuts[task.name])]
         for cut in dict.fromkeys(cuts[task.name] for task in shared):
             self._blocks.append((self._groups[cut], [task for task in shared if cuts[task.name] == cut]))
@@ -146,8 +146,8 @@ class Muon(SliceOptimizer):
     ) -> Iterator[tuple[Task, Place, Tensor]]:
         """Orthogonalize matrices whose slices share the larger dim, with sums over `group`. Collective."""
         assert self.model is not None
-        held = {task.number: _ordered(task, self.model.tensor_map[task.name].regions) for task in tasks}
-        blocks = [self._block(task, held[task.number], slices) for task in tasks]
+        regions = {task.number: _ordered(task, self.model.tensor_map[task.name].regions) for task in tasks}
+        blocks = [self._block(task, regions[task.number], slices) for task in tasks]
         copies = [entry.split is not None and entry.split.copy > 0 for entry in map(self._entry_of, tasks)]
 
         def summed(parts: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -156,7 +156,7 @@ class Muon(SliceOptimizer):
             return own
 
         for task, block in zip(tasks, newton_schulz_of_blocks(blocks, summed, *settings), strict=True):
-            places = held[task.number]
+            places = regions[task.number]
             sizes = [_lengths(place)[task.matrix.larger] for place in places]
             for place, part in zip(places, block.split(sizes, 1), strict=True):
                 yield task, place, part if task.matrix.larger == 1 else part.T
