@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.kernels.block_codes import Span, decode, dynamic_map, codes_of, largest_of_blocks, scales_of
+from shardwise.kernels.block_codes import Span, codes_of, decode, dynamic_map, largest_of_blocks, scales_of
 
 FORMS = [("dynamic", True), ("dynamic", False), ("fp8", True)]
 

@@ -99,7 +99,7 @@ def test_gone_changed_and_dead_sources_are_named(tmp_path: Path) -> None:
     (tmp_path / "source" / "part-001.parquet").unlink()
     stream = opened(definition, tmp_path / "running")
     try:
-        with pytest.raises(DataError, match=r"the stream has ended: part-001.parquet has vanished"):
+        with pytest.raises(DataError, match=r"the stream: part-001.parquet has vanished"):
             stream.read(0, 4000)
     finally:
         stream.close()

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Stream
 from shardwise.data.packing import Windows
-from shardwise.data.state import SAMPLES, DataState
-from shardwise.data.state import data_state
+from shardwise.data.state import SAMPLES, DataState, data_state
 from shardwise.data.streaming.definition import Position
 from shardwise.data.streaming.tokens import StreamedTokens
 

@@ -189,7 +189,7 @@ class StreamedTokens:
         failure = self._cache.read_json(FAILURE)
         if failure is not None:
             message = failure["message"]
-            raise DataError(f"the stream has ended: {message}")
+            raise DataError(f"the stream: {message}")
         if not is_alive:
             raise DataError(
                 "the process that reads the stream ahead is gone; it was killed, perhaps for memory; go on from the "

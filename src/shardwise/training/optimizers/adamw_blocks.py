@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.collectives.tensor import largest_together
 from shardwise.job.optimizer_records import BLOCK, is_quantized
-from shardwise.kernels.block_codes import Span, decode, codes_of, largest_of_blocks, scales_of
+from shardwise.kernels.block_codes import Span, codes_of, decode, largest_of_blocks, scales_of
 from shardwise.parallel.logical_state import StateForm
 from shardwise.parallel.tensor_map import ParameterEntry, Region
 from shardwise.training.optimizers.adamw import AdamWStep, adamw_update, next_moments
