@@ -66,6 +66,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             {"parameters": [".*ln_.*"], "optimizer": "SGD", "options": {"momentum": 0.9}},
         ]}},
     ),
+    "two Muons with other options": (
+        "gpt2",
+        {"optimizer": {"groups": [
+            {"parameters": [r".*\.mlp\.c_fc\.weight"], "optimizer": "Muon", "options": {"ns_steps": 3}},
+        ]}},
+    ),
 }  # fmt: skip
 
 

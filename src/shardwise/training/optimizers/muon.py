@@ -127,17 +127,19 @@ class Muon(SliceOptimizer):
             holdings = {task.name: [Region(part, part)] for task in tasks for part in [_all(task.matrix)]}
             return MatrixExchange(None, [holdings], tasks, self.dtype, next(iter(slices.values())).device)
         ways, tensors = model.plan.orthogonalized, model.tensor_map
-        own = {entry.name: entry.regions for entry in tensors if entry.name in ways}
-        named = [(name, matrix) for name in own for matrix in matrices_of(model.facts, name)]
+        entries = [self.entry(parameter) for _, parameter in self._members()]
+        everyone: list[Any] = [{entry.name: entry.regions for entry in entries}]
+        if self._stage.size() > 1:
+            everyone = [None] * self._stage.size()
+            dist.all_gather_object(everyone, {entry.name: entry.regions for entry in entries}, group=self._stage)
+        # Another Muon, with other options, may have some of the plan's matrices.
+        names = [entry.name for entry in tensors if any(entry.name in own for own in everyone)]
+        named = [(name, matrix) for name in names for matrix in matrices_of(model.facts, name)]
         tasks = [Task(n, name, m, m.work, ways[name] == EVERY_RANK) for n, (name, m) in enumerate(named)]
-        cuts = {name: (isinstance(tensors[name].parameter, DTensor), tensors[name].split is not None) for name in own}
+        cuts = {name: (isinstance(tensors[name].parameter, DTensor), tensors[name].split is not None) for name in names}
         shared = [task for task in tasks if ways[task.name] == BLOCKS and any(cuts[task.name])]
         for cut in dict.fromkeys(cuts[task.name] for task in shared):
             self._blocks.append((self._groups[cut], [task for task in shared if cuts[task.name] == cut]))
-        everyone: list[Any] = [own]
-        if self._stage.size() > 1:
-            everyone = [None] * self._stage.size()
-            dist.all_gather_object(everyone, own, group=self._stage)
         whole_tasks = [task for task in tasks if task not in shared]
         return MatrixExchange(self._stage, everyone, whole_tasks, self.dtype, model.device)
 
