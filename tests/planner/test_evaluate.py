@@ -81,7 +81,7 @@ def test_the_shipped_constants_are_what_a_fit_gives() -> None:
 # Table -> most that its median and 90th percentile may be, in per cent.
 HELD = {
     "sagemaker_smp_p4d": (3, 42),
-    "megatron_sequence_parallel_a100": (2.5, 7),
+    "megatron_sequence_parallel_a100": (3.5, 7),
     "llm_foundry_a100": (3.5, 11),
     "torchtitan_bf16": (4.5, 18),
     "fms_fsdp": (4.5, 11),
@@ -93,7 +93,10 @@ HELD = {
     "nemo_bridge_h100": (5, 10),
     "torchtitan_fp8_405b": (11, 30),
 }
-CONTRADICTED = {"nanotron_grid_h100": 99, "bridge_moe_2025": 96}  # tables with rows that are left out, and what is mapped
+CONTRADICTED = {
+    "nanotron_grid_h100": 99,
+    "bridge_moe_2025": 96,
+}  # tables with rows that are left out, and what is mapped
 MEMORY_HELD = {
     "megatron_sequence_parallel_a100": (4, 8),
     "torchtitan_bf16": (3, 5),
