@@ -81,7 +81,7 @@ def test_the_shipped_constants_are_what_a_fit_gives() -> None:
 # Table -> most that its median and 90th percentile may be, in per cent.
 HELD = {
     "sagemaker_smp_p4d": (3, 42),
-    "megatron_sequence_parallel_a100": (2.5, 7),
+    "megatron_sequence_parallel_a100": (3.5, 7),
     "llm_foundry_a100": (3.5, 11),
     "torchtitan_bf16": (4.5, 18),
     "fms_fsdp": (4.5, 11),

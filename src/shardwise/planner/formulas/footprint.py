@@ -5,11 +5,11 @@ any stack. It counts what the allocator reserves, which is what trainers log, in
 loss turns round, and when the last block's backward begins.
 
 States. Bytes a parameter: sharded (ZeRO-3) fp32 parameters, gradients and Adam's two states, 16 over the shard ranks;
-else parameters and their copy in the compute dtype: 2 + 4 of gradients + 12 of master weights and states, of which
-ZeRO-1 shards the 12 and ZeRO-2 the gradients too (arXiv 1910.02054, section 3). A stack may hold gradients in the
-compute dtype beside those that accumulate (`Stack.gradient_copy`), in the buckets of a reduction between data ranks.
-Where a pipeline puts weight gradients
-off (zero bubble), parameters stay gathered and gradients whole until the step's end.
+else parameters and their copy in the compute dtype: 2 + those of reduced gradients + 12 of master weights and states,
+of which ZeRO-1 shards the 12 and ZeRO-2 the gradients too (arXiv 1910.02054, section 3). A stack may hold gradients
+in the compute dtype beside those that accumulate (`Stack.gradient_copy`), in the buckets of a reduction between data
+ranks. Where a pipeline puts weight gradients off (zero bubble), parameters stay gathered and gradients whole until
+the step's end.
 
 Pools. torch's allocator keeps freed blocks for the stream they were made in (torch.cuda, "Memory management"), and
 FSDP gathers and scatters in streams of its own. So ZeRO-3's flat buffers (the largest of a block's and of what stands
