@@ -138,12 +138,8 @@ def export_checkpoint(
             return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype, say, stored_as)
     keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
     dtype_of = _file_dtypes(manifest, dtype, say)
-    config = None if manifest.config is None else restore_config(manifest)
-    generation = None if manifest.generation is None else GenerationConfig.from_dict(manifest.generation)
     with (
-        HuggingFaceWriter(
-            path, config, _tokenizer(manifest, say), generation_config=generation, max_shard_bytes=max_shard_bytes
-        ) as writer,
+        _writer(manifest, path, max_shard_bytes, say) as writer,
         WholeTensors(store, name, manifest) as tensors,
         byte_bar(f"exporting {name}", sum(manifest.tensor_bytes(key) for key in keys)) as advance,
     ):
@@ -164,6 +160,14 @@ def export_checkpoint(
         for problem in writer.problems:
             say(problem)
         return writer.path
+
+
+def _writer(manifest: Manifest, path: str | Path, max_shard_bytes: int, say: Say) -> HuggingFaceWriter:
+    """Return what writes a model's directory, with its config and its tokenizer as far as there are some."""
+    config = None if manifest.config is None else restore_config(manifest)
+    generation = None if manifest.generation is None else GenerationConfig.from_dict(manifest.generation)
+    tokenizer = _tokenizer(manifest, say)
+    return HuggingFaceWriter(path, config, tokenizer, generation_config=generation, max_shard_bytes=max_shard_bytes)
 
 
 def _check_asked(checkpoint: str, manifest: Manifest, merge: bool, ema: bool) -> None:
