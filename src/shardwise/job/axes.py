@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 
 from shardwise.job.schema import Job
 
@@ -87,31 +86,26 @@ def spec_of(axis: Axis) -> AxisSpec:
     return next(spec for spec in AXES if spec.axis == axis)
 
 
-@cache
 def placed_axes(letters: str) -> tuple[Axis, ...]:
     """Return the axes that these letters of a placement stand for, the last varying fastest with the rank."""
     return tuple(spec.axis for letter in letters for spec in AXES if spec.placement_letter == letter)
 
 
-@cache
 def data_axes() -> tuple[Axis, ...]:
     """Return the axes of SMP's D. Ranks that differ along them alone hold the same part of the model's modules."""
     return placed_axes(DATA_LETTER)
 
 
-@cache
 def state_axes() -> tuple[Axis, ...]:
     """Return the data axes over which parameters, gradients and optimizer state are sharded."""
     return tuple(axis for axis in data_axes() if spec_of(axis).shards_state)
 
 
-@cache
 def replica_axes() -> tuple[Axis, ...]:
     """Return the data axes whose ranks hold copies of the same shards."""
     return tuple(axis for axis in data_axes() if not spec_of(axis).shards_state)
 
 
-@cache
 def row_axes() -> tuple[Axis, ...]:
     """Return the axes whose ranks read different rows of a batch, the last varying fastest with the row."""
     return tuple(spec.axis for spec in AXES if spec.reads_own_rows and not spec.is_second_view)

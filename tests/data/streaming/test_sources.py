@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from shardwise.data.streaming.fetch import fetched
+from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.data.streaming.sources import find_shards
 from shardwise.errors import DataError
 from shardwise.job.data_section import DataSection
@@ -21,7 +21,7 @@ HUB = """
 import sys
 from pathlib import Path
 from shardwise.data.streaming.sources import find_shards
-from shardwise.data.streaming.fetch import fetched
+from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.errors import DataError
 from shardwise.job.data_section import DataSection
 for keys in ({}, {"dataset_config": "other"}, {"dataset_split": "test"}, {"dataset_split": "nowhere"},
@@ -32,7 +32,7 @@ for keys in ({}, {"dataset_config": "other"}, {"dataset_split": "test"}, {"datas
         print(keys, "refused:", error)
         continue
     for shard in found.shards:
-        with fetched(shard, Path(sys.argv[1]), lambda **facts: None) as path:
+        with fetched_shard(shard, Path(sys.argv[1]), lambda **facts: None) as path:
             print(keys, found.container, shard.name, len(path.read_bytes()) == shard.size, bool(shard.stamp))
 """
 
@@ -46,19 +46,19 @@ def test_urls_are_listed_fetched_and_checked(tmp_path: Path) -> None:
         assert (found.container, [shard.name for shard in found.shards]) == ("jsonl", ["a.jsonl", "b.jsonl"])
         assert find_shards(DataSection(path="memory://streams/*.jsonl", streaming=True)).shards == found.shards
         told = []
-        with fetched(found.shards[0], tmp_path, lambda **facts: told.append(facts)) as path:
+        with fetched_shard(found.shards[0], tmp_path, lambda **facts: told.append(facts)) as path:
             assert path.read_bytes() == b'{"text": "x"}\n'
         assert told[-1]["fetched"] == found.shards[0].size and not list(tmp_path.iterdir())
         memory.pipe("/streams/a.jsonl", b'{"text": "longer"}\n')
         with (
             pytest.raises(DataError, match=r"a.jsonl has changed since it was listed"),
-            fetched(found.shards[0], tmp_path, lambda **facts: None),
+            fetched_shard(found.shards[0], tmp_path, lambda **facts: None),
         ):
             pass
         memory.rm("/streams/b.jsonl")
         with (
             pytest.raises(DataError, match=r"b.jsonl has vanished"),
-            fetched(found.shards[1], tmp_path, lambda **facts: None),
+            fetched_shard(found.shards[1], tmp_path, lambda **facts: None),
         ):
             pass
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.data.streaming.block_cache import BlockCache
 from shardwise.data.streaming.definition import Position, StreamDefinition
-from shardwise.data.streaming.producer import StreamReader, joined
+from shardwise.data.streaming.producer import StreamReader, joined_tokens
 from shardwise.data.streaming.workers import Encoder
 from shardwise.errors import DataError
 from tests.data.streaming.sources import KINDS, byte_tokenizer, define, documents, first_tokens, opened, write
@@ -23,7 +23,7 @@ def read_here(definition: StreamDefinition, directory: Path, count: int, positio
     tokenizer.write_text(byte_tokenizer().to_str())
     encoder, tokens = Encoder(definition, tokenizer), np.empty(0, dtype=np.int32)
     for buffer in StreamReader(definition, directory, lambda **facts: None).buffers(position):
-        tokens = np.append(tokens, joined(buffer, encoder.encode(buffer.values), definition))
+        tokens = np.append(tokens, joined_tokens(buffer, encoder.encode(buffer.values), definition))
         if len(tokens) >= count:
             return np.where(tokens < 0, ~tokens, tokens)[:count]
     raise AssertionError

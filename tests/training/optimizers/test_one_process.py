@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.job.optimizers import optimizer_class
 from shardwise.observe.memory import LiveBytes
-from shardwise.testing.oracle_optimizers import PLAIN, dynamic_map
+from shardwise.testing.oracle_optimizers import PLAIN, dynamic_values
 from shardwise.training.optimizers import slice_optimizer
 from shardwise.training.optimizers.adamw_blocks import AdamW8bit, BlockwiseAdamW
 
@@ -51,8 +51,8 @@ def _kinds(name: str, ours: Any, theirs: Any) -> list[tuple[Any, Any]]:
 def test_the_oracle_has_the_same_map(signed: bool) -> None:
     from shardwise.kernels import block_codes
 
-    values = block_codes.dynamic_map(signed, torch.device("cpu"))[0]
-    assert torch.equal(values, torch.tensor(dynamic_map(signed)))
+    values = block_codes.dynamic_values(signed, torch.device("cpu"))[0]
+    assert torch.equal(values, torch.tensor(dynamic_values(signed)))
 
 
 @pytest.mark.parametrize("kind", BlockwiseAdamW.__subclasses__())
