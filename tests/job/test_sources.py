@@ -205,7 +205,8 @@ def test_take_overrides_keeps_the_other_words() -> None:
         ({"model": {"config": 3}}, "model.config=3: must be a valid string or a valid dictionary"),
         (
             {"optimizer": {"groups": [{"parameters": ["a"], "lr": 1.0}]}},
-            "unknown key optimizer.groups[0].lr=1.0. Known: learning_rate, optimizer, options, parameters, weight_decay.",
+            "unknown key optimizer.groups[0].lr=1.0. Known: learning_rate, optimizer, options, parameters, "
+            "weight_decay.",
         ),
         (
             {"optimizer": {"groups": [{"parameters": ["a"], "learning_rate": True}]}},

@@ -139,7 +139,7 @@ def export_checkpoint(
     keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
     dtype_of = _file_dtypes(manifest, dtype, say)
     with (
-        _writer(manifest, path, max_shard_bytes, say) as writer,
+        _writer_of(manifest, path, max_shard_bytes, say) as writer,
         WholeTensors(store, name, manifest) as tensors,
         byte_bar(f"exporting {name}", sum(manifest.tensor_bytes(key) for key in keys)) as advance,
     ):
@@ -162,7 +162,7 @@ def export_checkpoint(
         return writer.path
 
 
-def _writer(manifest: Manifest, path: str | Path, max_shard_bytes: int, say: Say) -> HuggingFaceWriter:
+def _writer_of(manifest: Manifest, path: str | Path, max_shard_bytes: int, say: Say) -> HuggingFaceWriter:
     """Return what writes a model's directory, with its config and its tokenizer as far as there are some."""
     config = None if manifest.config is None else restore_config(manifest)
     generation = None if manifest.generation is None else GenerationConfig.from_dict(manifest.generation)

@@ -93,14 +93,14 @@ def dynamic_map(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _encode_by_bits(parts: Tensor, signed: bool) -> Tensor:
     """Return the codes of fp32 numbers as a search among the borders does, which on a CPU takes ten times as long."""
-    least, border = _codes_by_bits(signed, parts.device)
+    least, border = codes_by_bits(signed, parts.device)
     upper = (parts.view(torch.int32) >> 16).bitwise_and_(0xFFFF).flatten()
     is_above = parts.flatten() >= border.index_select(0, upper)
     return least.index_select(0, upper).add_(is_above).view(parts.shape)
 
 
 @cache
-def _codes_by_bits(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def codes_by_bits(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return by the upper 16 bits of fp32 numbers the least code of those that have them, and the border among them.
 
     Numbers with equal upper bits are within 1/128 of each other, which is less than borders are apart: there is one at

@@ -179,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule("muon-idle", ("optimizer.name",), "something that is trained has to be a hidden matrix",
          lambda d: d.optimizer.name == MUON and _lacks_matrices(d),
          fix="use AdamW, or name matrices by a group with `optimizer: Muon`"),
-    *(idle(f"adamw-{key}", f"optimizer.adamw.{key}", "it is of what Muon leaves to AdamW",
+    *(idle(f"adamw-{key.replace('_', '-')}", f"optimizer.adamw.{key}", "it is of what Muon leaves to AdamW",
            lambda d: d.optimizer.name != MUON, "use optimizer.name Muon, or leave it out")
       for key in ("learning_rate", "weight_decay", "options")),
     Rule("groups-match", ("optimizer.groups",), "each pattern has to match the whole name of a parameter or a module",

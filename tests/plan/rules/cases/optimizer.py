@@ -13,6 +13,7 @@ TEN = {"steps": 10}
 
 SHAPES = {"embed_in.weight": (10, 10), "layers.0.weight": (4, 4), "layers.0.bias": (4,), "layers.1.weight": (4, 4)}
 NAMED = replace(FACTS, parameter_shapes=SHAPES, frozen=frozenset({"layers.1.weight"}))
+HIDDEN = replace(NAMED, linears={"layers.0": (4, 4)})
 
 
 def grouped(*groups: tuple[str, dict[str, Any]], **optimizer: Any) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def grouped(*groups: tuple[str, dict[str, Any]], **optimizer: Any) -> dict[str, 
 
 
 WHOLE = "tests.training.user_code:WholeTensors"
+MUON = {"name": "Muon"}
 SLOW, DECAYED = {"learning_rate": 1e-5}, {"weight_decay": 0.2}
 CASES = {
     "optimizer-name": case({"optimizer": {"name": "AdamX"}}, {"optimizer": {"name": "Adam"}}, "did you mean 'Adam"),
@@ -56,10 +58,35 @@ CASES = {
     "groups-keys": case(
         grouped(("embed_in", {})),
         grouped(("embed_in", SLOW)),
-        "a learning rate or a weight decay of its own",
+        "a learning rate, a weight decay or an optimizer of its own",
         CPU4,
         NAMED,
     ),
+    "groups-optimizer": case(
+        grouped(("embed_in", {"optimizer": "AdamX"})),
+        grouped(("embed_in", {"optimizer": "SGD"})),
+        "AdamX",
+        CPU4,
+        NAMED,
+    ),
+    "muon-matrices": case(
+        grouped(("layers.0", {"optimizer": "Muon"})),
+        grouped(("layers.0.weight", {"optimizer": "Muon"})),
+        "layers.0.bias has shape [4]",
+        CPU4,
+        HIDDEN,
+    ),
+    "muon-idle": case({"optimizer": MUON}, {"optimizer": MUON}, "use AdamW", CPU4, NAMED, HIDDEN),
+    **{
+        f"adamw-{key.replace('_', '-')}": case(
+            {"optimizer": {"adamw": {key: value}}},
+            {"optimizer": {**MUON, "adamw": {key: value}}},
+            "Muon leaves",
+            CPU4,
+            HIDDEN,
+        )
+        for key, value in {"learning_rate": 1e-4, "weight_decay": 0.2, "options": {"betas": [0.9, 0.95]}}.items()
+    },
     "groups-match": case(
         grouped(("embed_inn", SLOW)), grouped(("embed_in", SLOW)), "did you mean 'embed_in'?", CPU4, NAMED
     ),
