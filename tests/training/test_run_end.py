@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +23,9 @@ from shardwise.training.run_end import ModelExport, TextSample
 def session_of(job: Job, steps_done: int = 0) -> Any:
     notes: list[str] = []
     plan = SimpleNamespace(steps=job.training.steps)
-    return SimpleNamespace(
-        job=job, plan=plan, model=None, rank=0, steps_done=steps_done, note=notes.append, notes=notes
-    )
+    model = SimpleNamespace(ema=None)
+    facts: dict[str, Any] = {"rank": 0, "steps_done": steps_done, "note": notes.append, "notes": notes}
+    return SimpleNamespace(job=job, plan=plan, model=model, averaged=nullcontext, **facts)
 
 
 def assembled_of(job: Job, tokenizer_directory: str | None = None) -> Any:
