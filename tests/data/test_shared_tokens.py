@@ -94,3 +94,11 @@ def test_a_bucket_holds_a_directory(
     data = prepare(make_job(**shared_job_keys(url, tmp_path)), 300)
     assert data.content == own.content
     assert data.directory is not None and Path(data.directory).is_relative_to(tmp_path / "other")
+
+
+def test_a_manifest_names_nothing_outside_of_its_directory(make_job: JobMaker, tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / COMPLETE).write_text(json.dumps({"shared": {"files": {"../../escaped": [0, ""]}}}))
+    with pytest.raises(DataError, match="not below it"):
+        prepare(make_job(**shared_job_keys(f"file://{tmp_path / 'bad'}", tmp_path)))
+    assert not list(tmp_path.rglob("escaped"))

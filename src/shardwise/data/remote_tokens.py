@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardwise.cache import cache_root
@@ -40,6 +40,8 @@ def fetched(url: str, cache_directory: str | None) -> Path | None:
 
 def _fetch(system: Any, root: str, manifest: bytes, target: Path) -> None:
     for name in json.loads(manifest)["shared"]["files"]:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise DataError(f"{root}/{COMPLETE} names {name!r}, which is not below it; write it with data prepare")
         (target / name).parent.mkdir(exist_ok=True)
         system.get_file(f"{root}/{name}", str(target / name))
     (target / COMPLETE).write_bytes(manifest)
