@@ -84,7 +84,7 @@ def test_total_is_the_sum_of_the_causes_and_the_largest_moment() -> None:
     best = estimate(plan, facts)
     assert best.total == max(moment.total for moment in found)
     assert best.total == sum(best.causes().values())
-    assert "host" not in best.causes() and len(best.causes()) == 10
+    assert "host" not in best.causes() and len(best.causes()) == 11
 
 
 def test_states_are_counted_by_hand() -> None:
@@ -97,6 +97,7 @@ def test_states_are_counted_by_hand() -> None:
         "optimizer": 8 * facts.parameters,
         **dict.fromkeys(("gathered", "communication", "unsharded_gradients", "activations", "working", "logits"), 0.0),
         "reference": 0.0,
+        "ema": 0.0,
     }
 
 
