@@ -142,17 +142,19 @@ class LayerAdapter:
 
 @dataclass(frozen=True)
 class BlockTraits:
-    """Traits of a block that decide how much it keeps for backward, and that shapes of parameters do not show.
+    """Traits of a block that shapes of parameters do not show: what it keeps for backward, how projections lie.
 
     Attributes:
         relu: its MLP has ReLU.
         parallel_residual: attention and MLP read the same hidden states.
         heads_apart: rotary positions take a part of each head, or queries and keys are put together anew after them.
+        projection_parts: in so many parts, one after the other, fused projections lie: queries, values and keys in each.
     """
 
     relu: bool = False
     parallel_residual: bool = False
     heads_apart: bool = False
+    projection_parts: int = 1
 
 
 PLAIN_BLOCK = BlockTraits()

@@ -135,16 +135,17 @@ def _projections(facts: ModelFacts, name: str, size: int) -> list[Parts]:
 
 def _side_by_side(facts: ModelFacts, size: int) -> list[Parts]:
     """Queries, keys and values one after the other."""
+    parts = facts.block_traits.projection_parts
+    if parts > 1:
+        return _in_parts(size, parts)
     sizes = (facts.attention_width, facts.key_value_width, facts.key_value_width)
-    if facts.family == "codegen" or sum(sizes) != size:
-        return _in_four_parts(size) if facts.family == "codegen" else []
-    return [(slice(*bounds),) for bounds in pairwise((0, *accumulate(sizes)))]
+    return [(slice(*bounds),) for bounds in pairwise((0, *accumulate(sizes)))] if sum(sizes) == size else []
 
 
-def _in_four_parts(size: int) -> list[Parts]:
-    """Four times queries, values and keys, as CodeGen has them."""
-    bounds = [size * place // 12 for place in range(13)]
-    return [tuple(slice(bounds[at], bounds[at + 1]) for at in range(kind, 12, 3)) for kind in range(3)]
+def _in_parts(size: int, parts: int) -> list[Parts]:
+    """So many times queries, values and keys."""
+    bounds = [size * place // (3 * parts) for place in range(3 * parts + 1)]
+    return [tuple(slice(bounds[at], bounds[at + 1]) for at in range(kind, 3 * parts, 3)) for kind in range(3)]
 
 
 def _by_group(facts: ModelFacts, size: int) -> list[Parts]:

@@ -14,5 +14,7 @@ def _tensor_refusal(config: Any) -> str:
 
 
 FAMILY = Family(
-    ("codegen",), tensor_refusal=_tensor_refusal, block=BlockTraits(parallel_residual=True, heads_apart=True)
+    ("codegen",),
+    tensor_refusal=_tensor_refusal,
+    block=BlockTraits(parallel_residual=True, heads_apart=True, projection_parts=4),
 )
