@@ -148,7 +148,7 @@ class BlockTraits:
         relu: its MLP has ReLU.
         parallel_residual: attention and MLP read the same hidden states.
         heads_apart: rotary positions take a part of each head, or queries and keys are put together anew after them.
-        projection_parts: in so many parts, one after the other, fused projections lie: queries, values and keys in each.
+        projection_parts: in so many parts, one after the other, fused queries, values and keys lie.
     """
 
     relu: bool = False
