@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+PASSWORD = re.compile(r"(?<=://)[^/@:]*:[^/@]*(?=@)")
+
+
+def without_password(url: str) -> str:
+    """Return a URL with `***` in the place of a user and a password that it holds."""
+    return PASSWORD.sub("***", url)
 
 
 def divisors(number: int) -> list[int]:

@@ -7,17 +7,15 @@ an OSError, which is what the rest of the room expects of files.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, OWNER
 from shardwise.errors import CheckpointError
-from shardwise.words import nearest
+from shardwise.words import nearest, without_password
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # scheme -> extra of this package
-PASSWORD = re.compile(r"(?<=://)[^/@:]*:[^/@]*(?=@)")
 
 
 def open_remote(root: str) -> RemoteStore:
@@ -33,9 +31,9 @@ def open_system(root: str, **settings: Any) -> tuple[Any, str]:
     """fsspec's file system of a URL, which gets `settings`, and the path in it; CheckpointError as `open_remote`."""
     import fsspec
 
-    if PASSWORD.search(root):  # it would stand in every message, and in the job that a run writes down
+    if (shown := without_password(root)) != root:  # it would stand in messages and in a run's job
         raise CheckpointError(
-            f"checkpoint path {PASSWORD.sub('***', root)!r} holds a password; leave it to the environment or the "
+            f"checkpoint path {shown!r} holds a password; leave it to the environment or the "
             "configuration of fsspec's package for the scheme"
         )
     scheme = root.partition("://")[0]

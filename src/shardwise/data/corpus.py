@@ -22,6 +22,7 @@ from shardwise.data.compressed import content_suffix
 from shardwise.data.conversations import COLUMNS, format_of_columns, texts_of
 from shardwise.data.generated import generated_rows, is_function
 from shardwise.data.readers import BESIDE_TOKENS, ROWS, Row, known_columns, pieces, text_file, text_pieces, token_ids
+from shardwise.data.remote_tokens import refuse_password
 from shardwise.data.row_filter import RowFilter
 from shardwise.data.shared_manifest import find_shared
 from shardwise.data.store import digest
@@ -118,6 +119,7 @@ def data_format(data: DataSection) -> str:
     A directory of `shardwise data prepare` holds `tokens`.
     """
     if data.streaming:
+        refuse_password(str(data.path))
         return data.format
     if find_shared(data) is not None:
         if data.format not in ("auto", "tokens") or data.factory is not None:

@@ -130,12 +130,17 @@ def jsonl_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                row = _json_row(line, where)
+                row = json_row(line, where)
                 wanted = _columns(where, list(row), required, optional)
                 yield where, {name: row[name] for name in wanted}
 
 
-def _json_row(line: str, where: str) -> dict[str, Any]:
+def json_row(line: str, where: str) -> dict[str, Any]:
+    """Return the object that a line holds.
+
+    Raises:
+        DataError: it is not JSON, or no object.
+    """
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

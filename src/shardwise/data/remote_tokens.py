@@ -6,7 +6,6 @@ Nothing there can be renamed, so a directory is complete when its manifest is th
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,13 +15,25 @@ from typing import Any
 from shardwise.cache import cache_root
 from shardwise.data.store import COMPLETE, build_once, digest
 from shardwise.errors import ConfigError, DataError
-
-PASSWORD = re.compile(r"(?<=://)[^/@:]*:[^/@]*(?=@)")
+from shardwise.words import without_password
 
 
 def is_url(path: str) -> bool:
     """Return whether a path is behind fsspec rather than on this host."""
     return "://" in path
+
+
+def refuse_password(url: str) -> None:
+    """Refuse a URL with a password: it would stand in every message, and in what a run writes down.
+
+    Raises:
+        ConfigError: without the password.
+    """
+    if (shown := without_password(url)) != url:
+        raise ConfigError(
+            f"data.path={shown!r} holds a password; leave it to the environment or the configuration of fsspec's "
+            "package for the scheme"
+        )
 
 
 @cache
@@ -68,11 +79,7 @@ def is_taken(url: str) -> bool:
 def _open(url: str) -> tuple[Any, str]:
     import fsspec
 
-    if PASSWORD.search(url):  # it would stand in every message, and in what a run writes down
-        raise ConfigError(
-            f"{PASSWORD.sub('***', url)!r} holds a password; leave it to the environment or the configuration of "
-            "fsspec's package for the scheme"
-        )
+    refuse_password(url)
     system, root = fsspec.core.url_to_fs(url)
     system.invalidate_cache()
     return system, root.rstrip("/")

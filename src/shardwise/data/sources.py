@@ -57,7 +57,7 @@ def prepare_sources(
     if fault := fault_of(job):
         raise ConfigError(f"data.sources: {fault.because}; {fault.fix}")
     ordered = sorted(job.data.sources, key=lambda source: source.label)
-    corpora = [_within(source, partial(_found, job, source)) for source in ordered]
+    corpora = [_within(source, partial(_corpus_or_tokens, job, source)) for source in ordered]
     _check_kinds(job, ordered, corpora)
     _check_vocabularies(ordered, corpora)
     tokenizer = _common_tokenizer(job, corpora, model_vocabulary, say)
@@ -69,7 +69,7 @@ def prepare_sources(
     return _joined(job, prepared)
 
 
-def _found(job: Job, source: DataSource) -> Corpus | SharedTokens:
+def _corpus_or_tokens(job: Job, source: DataSource) -> Corpus | SharedTokens:
     data = data_of_source(job.data, source)
     return find_shared(data) or find_corpus(data)
 

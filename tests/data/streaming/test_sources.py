@@ -10,9 +10,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from shardwise.data.corpus import data_format
 from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.data.streaming.sources import find_shards
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
 from tests.data.streaming.hub import served
 from tests.data.streaming.sources import documents, write
@@ -92,3 +93,9 @@ def test_names_of_the_hub_are_read_from_a_mirror(tmp_path: Path) -> None:
     ], done.stderr
     assert "has no split 'nowhere' (data.dataset_split), but train, test" in lines[4]
     assert "cannot be listed" in lines[5] and "cannot be listed" in lines[6]
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match=r"\*\*\*@host") as raised:
+        data_format(DataSection(path="https://me:secret@host/part.jsonl", streaming=True))
+    assert "secret" not in str(raised.value)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shardwise.data.batch import Batch
 from shardwise.data.loader import Stream
 from shardwise.data.packing import Windows
-from shardwise.data.state import SAMPLES, DataState, data_state
+from shardwise.data.state import ConsumedSamples, DataState, data_state
 from shardwise.data.streaming.definition import Position
 from shardwise.data.streaming.tokens import StreamedTokens
 
@@ -37,26 +37,20 @@ def state_of_stream(stream: Stream) -> DataState:
     return StreamState(stream) if isinstance(stream, InOrder) else data_state(stream)
 
 
-class StreamState:
+class StreamState(ConsumedSamples):
     """A stream, read from the samples consumed on, with the position near them from which it can be read again."""
 
     def __init__(self, stream: InOrder) -> None:
-        self._stream = stream
-        self._samples = 0
-
-    def next_step(self) -> list[Batch]:
-        """Return this rank's microbatches of the next step, and count its samples as consumed."""
-        batches = self._stream.batches_from(self._samples)
-        self._samples += self._stream.sequences_per_step
-        return batches
+        super().__init__(stream)
+        self._in_order = stream
 
     def state_dict(self) -> dict[str, int]:
         """Return the samples consumed by all ranks, and a shard, a row and the tokens before them."""
-        position = self._stream.tokens.position(self._stream.first_token(self._samples))
-        return {SAMPLES: self._samples, **position._asdict()}
+        position = self._in_order.tokens.position(self._in_order.first_token(self._samples))
+        return super().state_dict() | position._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on after so many samples; without a position the stream is read from its beginning to there."""
-        self._samples = state[SAMPLES]
+        super().load_state_dict(state)
         place = Position(*(state.get(field, 0) for field in Position._fields))
-        self._stream.tokens.begin(place, self._stream.first_token(self._samples))
+        self._in_order.tokens.begin(place, self._in_order.first_token(self._samples))

@@ -5,7 +5,6 @@ A shard is a local file here; `name` is what messages call it. What cannot be re
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.data.compressed import opened_text
-from shardwise.data.readers import BATCH_ROWS, BESIDE_TOKENS, Columns, check_text, short, token_ids
+from shardwise.data.readers import BATCH_ROWS, BESIDE_TOKENS, Columns, check_text, json_row, token_ids
 from shardwise.errors import DataError
 from shardwise.words import nearest
 
@@ -72,25 +71,12 @@ def streamed_jsonl(path: Path, start: int, column: str) -> Iterator[Numbered]:
         with opened_text(path) as stream:
             for number, line in enumerate(stream):
                 if number >= start and line.strip():
-                    yield number, _json_row(line, f"{path}, row {number}")
+                    yield number, json_row(line, f"{path}, row {number}")
     except DataError as error:
         message = str(error)
         if ", row " in message:
             raise
         raise DataError(message.replace(str(path), f"{path}, row {number + 1}", 1)) from error
-
-
-def _json_row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object a line, or remove the "
-            "line"
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {short(row)}; write one a line, or remove the line")
-    return row
 
 
 def streamed_parquet(path: Path, start: int, column: str) -> Iterator[Numbered]:
@@ -165,7 +151,7 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, w
         text = content.read().decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: {member.name} is not valid UTF-8 ({error.reason}); write it again") from error
-    return _json_row(text, where) if extension == "json" else {extension: text, "text": text}
+    return json_row(text, where) if extension == "json" else {extension: text, "text": text}
 
 
 CONTAINERS: dict[str, Callable[[Path, int, str], Iterator[Numbered]]] = {

@@ -128,12 +128,11 @@ class Muon(SliceOptimizer):
             return MatrixExchange(None, [holdings], tasks, self.dtype, next(iter(slices.values())).device)
         ways, tensors = model.plan.orthogonalized, model.tensor_map
         entries = [self.entry(parameter) for _, parameter in self._members()]
-        everyone: list[Any] = [{entry.name: entry.regions for entry in entries}]
-        if self._stage.size() > 1:
-            everyone = [None] * self._stage.size()
-            dist.all_gather_object(everyone, {entry.name: entry.regions for entry in entries}, group=self._stage)
+        own = {entry.name: entry.regions for entry in entries}
+        everyone: list[Any] = [None] * self._stage.size()
+        dist.all_gather_object(everyone, own, group=self._stage)
         # Another Muon, with other options, may have some of the plan's matrices.
-        names = [entry.name for entry in tensors if any(entry.name in own for own in everyone)]
+        names = [entry.name for entry in tensors if any(entry.name in regions for regions in everyone)]
         named = [(name, matrix) for name in names for matrix in matrices_of(model.facts, name)]
         tasks = [Task(n, name, m, m.work, ways[name] == EVERY_RANK) for n, (name, m) in enumerate(named)]
         cuts = {name: (isinstance(tensors[name].parameter, DTensor), tensors[name].split is not None) for name in names}
