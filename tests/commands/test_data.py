@@ -1,10 +1,12 @@
-"""`shardwise data show`: text, marks of what is trained on, padding, and a token a line."""
+"""`shardwise data`: what is shown (text, marks of what is trained on, padding), and what is not tokenized ahead."""
 
 from __future__ import annotations
 
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardwise.commands.cli import main
 from shardwise.job.sources import job_to_yaml
@@ -53,3 +55,28 @@ def test_pairs_are_shown_chosen_first(tmp_path: Path, capsys: pytest.CaptureFixt
         *("-- rejected, positions 6-12, 3 trained on", f"6+1?«42{END}»"),
         "-- positions 13-15, padding",
     ]
+
+
+SOURCES = {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "says"),
+    [
+        (SOURCES, ["--output", "made"], "prepare each by itself"),
+        ({"path": "a.jsonl", "streaming": True}, [], "leave it out to tokenize now"),
+        ({"factory": "a:b"}, [], "give a corpus"),
+        ({"path": "a.jsonl", "format": "chat"}, ["--output", "made"], "leave --output out"),
+    ],
+)
+def test_what_is_not_tokenized_ahead_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: dict[str, object], options: list[str], says: str
+) -> None:
+    job = tmp_path / "refused.yaml"
+    job.write_text(yaml.safe_dump({"data": data}))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "some words"}\n')
+    with chdir(tmp_path):
+        assert main(["data", "prepare", str(job), *options]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()

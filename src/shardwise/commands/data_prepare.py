@@ -6,10 +6,13 @@ import argparse
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, OutputError
 from shardwise.words import say_note
+
+if TYPE_CHECKING:
+    from shardwise.job.data_section import DataSection
 
 
 def prepare_options(parser: argparse.ArgumentParser) -> None:
@@ -29,30 +32,46 @@ def run_data_prepare(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     job, notes = read_job(options.job, keys)
     job = with_format(job)
-    if job.data.factory is not None:
-        raise ConfigError(f"data.factory={job.data.factory!r} gives tensors, which are not tokenized")
-    if options.output is not None and job.data.has_rows:
-        raise ConfigError(
-            f"--output takes documents, and data.format={job.data.format} has rows of conversations, which other jobs "
-            "may render otherwise; leave --output out, and they are kept in the cache"
-        )
+    _refuse_data(job.data, options.output)
     if options.output is not None:
         _refuse_taken(options.output)
     for note in notes:
         say_note(note)
     data = prepare_data(job, plan_with_facts(job)[1], say_note)
-    assert data.directory is not None  # only a factory's samples have none
     tokenizer = None if data.tokenizer_directory is None else Path(data.tokenizer_directory)
     if options.output is not None:
-        _leave(Path(data.directory), tokenizer, options.output)
-    print(f"{data.documents:,} documents, {data.tokens:,} tokens in {options.output or data.directory}")
+        _leave(Path(str(data.directory)), tokenizer, options.output)
+    for part in [source.data for source in data.sources] or [data]:
+        print(f"{part.documents:,} documents, {part.tokens:,} tokens in {options.output or part.directory}")
     return 0
+
+
+def _refuse_data(data: DataSection, output: str | None) -> None:
+    """Refuse data that are not tokenized ahead, or that one directory does not hold.
+
+    Raises:
+        ConfigError: with a way out.
+    """
+    if data.factory is not None:
+        raise ConfigError(f"data.factory={data.factory!r} gives tensors, which are not tokenized; give a corpus")
+    if data.streaming:
+        raise ConfigError("data.streaming tokenizes while a model is trained; leave it out to tokenize now")
+    if output is not None and data.sources:
+        raise ConfigError(
+            f"--output={output!r} takes one corpus, and data.sources has {len(data.sources)}; prepare each by itself "
+            "as data.path, with one data.tokenizer, and name the directories in data.sources"
+        )
+    if output is not None and data.has_rows:
+        raise ConfigError(
+            f"--output={output!r} takes documents, and data.format={data.format} has rows of conversations, which "
+            "other jobs may render otherwise; leave --output out, and they are kept in the cache"
+        )
 
 
 def _refuse_taken(output: str) -> None:
     from shardwise.data.remote_tokens import is_taken, is_url
 
-    if is_taken(output) if is_url(output) else Path(output).exists():
+    if is_taken(output) if is_url(output) else Path(output).expanduser().exists():
         raise OutputError(f"--output={output!r} is there already; give another, or remove it")
 
 
