@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from shardwise.data.streaming.definition import StreamDefinition
 from shardwise.data.streaming.sources import find_shards
 from shardwise.data.streaming.tokens import StreamedTokens, StreamSettings
+from shardwise.data.text_encoder import TextEncoder
 from shardwise.job.data_section import DataSection
 from shardwise.testing.oracle_data import mixed, shuffled_index
 
@@ -94,7 +95,7 @@ def define(directory: Path, held_out: float = 0.2, rows: int = 16, skips: bool =
 
 def opened(definition: StreamDefinition, root: Path, limit: int = 1 << 14, workers: int = 1) -> StreamedTokens:
     """Return the tokens of a stream."""
-    return StreamedTokens(definition, StreamSettings(root, limit, workers, byte_tokenizer().to_str()))
+    return StreamedTokens(definition, StreamSettings(root, limit, workers, TextEncoder(byte_tokenizer().to_str())))
 
 
 def expected(contents: Sequence[Sequence[str]], held_out: float = 0.2, rows: int = 16) -> Iterator[list[int]]:

@@ -13,14 +13,14 @@ from shardwise.data.streaming.block_cache import BlockCache
 from shardwise.data.streaming.definition import Position, StreamDefinition
 from shardwise.data.streaming.producer import StreamReader, joined_tokens
 from shardwise.data.streaming.workers import Encoder
+from shardwise.data.text_encoder import TextEncoder
 from shardwise.errors import DataError
 from tests.data.streaming.sources import KINDS, byte_tokenizer, define, documents, first_tokens, opened, write
 
 
 def read_here(definition: StreamDefinition, directory: Path, count: int, position: Position = Position()) -> np.ndarray:  # noqa: B008
     """Return tokens of a stream without any other process."""
-    tokenizer = directory / "tokenizer.json"
-    tokenizer.write_text(byte_tokenizer().to_str())
+    tokenizer = TextEncoder(byte_tokenizer().to_str())
     encoder, tokens = Encoder(definition, tokenizer), np.empty(0, dtype=np.int32)
     for buffer in StreamReader(definition, directory, lambda **facts: None).buffers(position):
         tokens = np.append(tokens, joined_tokens(buffer, encoder.encode(buffer.values), definition))

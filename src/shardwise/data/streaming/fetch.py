@@ -8,15 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.remote_tokens import is_url
 from shardwise.data.streaming.definition import Shard
 from shardwise.errors import DataError
 
 CHUNK = 1 << 20
-
-
-def is_remote(url: str) -> bool:
-    """Return whether fsspec opens it, rather than the file system."""
-    return "://" in url
 
 
 def local_stamp(path: Path) -> tuple[int, str]:
@@ -40,7 +36,7 @@ def fetched_shard(shard: Shard, directory: Path, tell: Callable[..., None]) -> I
         DataError: it is gone, has changed since it was listed, or does not come.
     """
     try:
-        if not is_remote(shard.url):
+        if not is_url(shard.url):
             _check_same(shard, local_stamp(Path(shard.url)))
             yield Path(shard.url)
             return

@@ -29,6 +29,8 @@ from shardwise.data.streaming.rows import RowReader, Value
 from shardwise.data.streaming.sources import FoundShards, describe_listing, find_shards
 from shardwise.data.streaming.tokens import StreamedTokens, StreamSettings
 from shardwise.data.streaming.workers import Encoder
+from shardwise.data.text_encoder import TextEncoder
+from shardwise.data.tokenized_text import text_encoder
 from shardwise.data.tokenizer import TokenizerSource, check_vocabulary, facts_of, load_tokenizer
 from shardwise.errors import DataError
 from shardwise.job.data_section import DataSection
@@ -102,7 +104,9 @@ class PreparedStream:
         if self.facts and source:
             check_vocabulary(self.facts.vocabulary_size, model_vocabulary, source.directory)
         self.limit = self.facts.vocabulary_size if self.facts else model_vocabulary
-        self.tokenizer = None if tokenizer is None or self.holds_tokens else as_json(tokenizer, source)
+        self.tokenizer = (
+            None if source is None or tokenizer is None or self.holds_tokens else fast_encoder(tokenizer, source)
+        )
         self.definition = StreamDefinition(
             shards=corpus.listing.shards,
             container=corpus.listing.container,
@@ -126,7 +130,7 @@ class PreparedStream:
         """Hash of what all hosts must have alike: the shards' names and sizes, the tokenizer, the rules."""
         values = self.definition.to_json()
         shards = [(shard["name"], shard["size"]) for shard in values.pop("shards")]
-        return digest(shards, values, self.tokenizer)
+        return digest(shards, values, None if self.tokenizer is None else asdict(self.tokenizer))
 
     @property
     def root(self) -> Path:
@@ -163,9 +167,7 @@ class PreparedStream:
     def _build(self, target: Path, needed: int, say: Callable[[str], None]) -> None:
         """Write the tokens that are held out, in the order of the shards, and where their documents begin."""
         say(f"reading {self.corpus.describe()} for up to {needed:,} tokens of validation")
-        if self.tokenizer is not None:
-            (target / "tokenizer.json").write_text(self.tokenizer)
-        encoder = Encoder(self.definition, target / "tokenizer.json")
+        encoder = Encoder(self.definition, self.tokenizer)
         read, largest = 0, -1
         with ColumnWriter(target / TOKENS, np.int32) as tokens, ColumnWriter(target / DOCUMENTS, np.int64) as starts:
             for ids, is_held_out in self._documents(encoder):
@@ -193,17 +195,16 @@ class PreparedStream:
         yield from encoder.encode(part)
 
 
-def as_json(tokenizer: PreTrainedTokenizerBase, source: TokenizerSource | None) -> str:
-    """Return a tokenizer as worker processes open it.
+def fast_encoder(tokenizer: PreTrainedTokenizerBase, source: TokenizerSource) -> TextEncoder:
+    """Return what encodes as a tokenizer does in processes that have the tokenizers library alone.
 
     Raises:
-        DataError: it is one of transformers' slow ones, written in Python.
+        DataError: it is written in Python, or does more than the library.
     """
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        where = source.directory if source else "the job"
+    encoder = text_encoder(tokenizer, source)
+    if not isinstance(encoder, TextEncoder):
         raise DataError(
-            f"the tokenizer in {where} is a slow one, and a stream is tokenized by the tokenizers library; save it as "
-            "a fast one (with tokenizer.json), or leave data.streaming out"
+            f"the tokenizer in {source.directory} is written in Python, or does more than its tokenizer.json says, and "
+            "a stream is tokenized by the tokenizers library; save it as a fast one, or leave data.streaming out"
         )
-    return str(backend.to_str())
+    return encoder

@@ -30,6 +30,7 @@ from shardwise.data.streaming.definition import BUFFER_CHARACTERS, Position, Str
 from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.data.streaming.rows import RowReader, Value
 from shardwise.data.streaming.workers import begin_worker, encode_values
+from shardwise.data.text_encoder import TextEncoder
 from shardwise.errors import DataError, ShardwiseError
 
 PART = 1 << 18  # characters or ids that a worker tokenizes at once
@@ -134,7 +135,8 @@ class Producer:
         """Write blocks for ever."""
         self.cache.make_readers(self.ranks, self.start)
         reader = StreamReader(self.definition, self.cache.directory, self.status.tell)
-        begin = (self.definition, self.cache.directory / TOKENIZER)
+        tokenizer = self.cache.read_json(TOKENIZER)
+        begin = (self.definition, None if tokenizer is None else TextEncoder(**tokenizer))
         tokens = self.position.tokens
         with ProcessPoolExecutor(self.workers, get_context("fork"), begin_worker, begin) as pool:
             for buffer, ids in self._with_tokens(tokenized(reader.buffers(self.position), pool, self.definition)):

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from shardwise.data.compressed import content_suffix
 from shardwise.data.corpus import SUFFIXES, find_corpus
 from shardwise.data.generated import is_function
+from shardwise.data.remote_tokens import is_url
 from shardwise.data.streaming.definition import Shard
-from shardwise.data.streaming.fetch import is_remote, local_stamp, remote_stamp
+from shardwise.data.streaming.fetch import local_stamp, remote_stamp
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
 
@@ -45,7 +46,7 @@ def find_shards(data: DataSection) -> FoundShards:
             f"data.path={path!r} with data.streaming: rows that a function makes are written to a file first; leave "
             "streaming out"
         )
-    if is_remote(path):
+    if is_url(path):
         return _of_url(path)
     archives = _archives(path)
     return _local(archives, "webdataset", path) if archives else _of_corpus(data)

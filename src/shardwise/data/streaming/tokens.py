@@ -16,7 +16,7 @@ import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,6 +34,7 @@ from shardwise.data.streaming.block_cache import (
     sweep,
 )
 from shardwise.data.streaming.definition import Position, StreamDefinition
+from shardwise.data.text_encoder import TextEncoder
 from shardwise.errors import DataError, OutputError
 
 LOADED = 4  # blocks that a rank has open
@@ -51,13 +52,13 @@ class StreamSettings:
         root: where the directories of running streams are.
         cache_limit: bytes of tokens that are kept ahead.
         workers: processes that tokenize.
-        tokenizer: the tokenizer as JSON; None for sources of token ids.
+        tokenizer: None for sources of token ids.
     """
 
     root: Path
     cache_limit: int
     workers: int
-    tokenizer: str | None
+    tokenizer: TextEncoder | None
 
 
 class StreamedTokens:
@@ -221,7 +222,7 @@ class StreamedTokens:
             sweep(self.settings.root)
             cache.directory.mkdir(mode=0o700, exist_ok=True)
             if self.settings.tokenizer is not None:
-                (cache.directory / TOKENIZER).write_text(self.settings.tokenizer)
+                cache.write_json(TOKENIZER, asdict(self.settings.tokenizer))
             cache.write_json(
                 DEFINITION,
                 {

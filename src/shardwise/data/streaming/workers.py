@@ -1,4 +1,4 @@
-"""A worker process that tokenizes parts of a stream. It opens no file but the tokenizer's, and ends with its parent."""
+"""A worker process that tokenizes parts of a stream. It opens no file, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -8,27 +8,23 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
 
 from shardwise.data.readers import pieces
 from shardwise.data.streaming.definition import StreamDefinition
 from shardwise.data.streaming.rows import Value
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from shardwise.data.text_encoder import TextEncoder
 
 WATCH = 0.2
 
 
 class Encoder:
-    """Token ids of documents, with what `tokenizer.json` says and nothing else."""
+    """Token ids of documents; `tokenizer` is None where rows hold them."""
 
-    def __init__(self, definition: StreamDefinition, tokenizer: Path) -> None:
-        self.definition = definition
-        self.tokenizer = None if definition.holds_tokens else _open(tokenizer)
+    def __init__(self, definition: StreamDefinition, tokenizer: TextEncoder | None) -> None:
+        self.definition, self.tokenizer = definition, tokenizer
 
     def encode(self, values: Sequence[Value]) -> list[tuple[np.ndarray, bool]]:
         """Return of each document its ids, ended, and whether it is held out; one without ids stays empty."""
@@ -41,10 +37,10 @@ class Encoder:
 
     def _tokenized(self, texts: list[str]) -> list[np.ndarray]:
         assert self.tokenizer is not None
-        cut = [[text for text, _ in pieces(io.StringIO(text, newline=""))] for text in texts]
-        encodings = self.tokenizer.encode_batch([piece for document in cut for piece in document], False, False)
-        ids = iter([encoding.ids for encoding in encodings])
-        return [np.array([id for _ in document for id in next(ids)], dtype=np.int32) for document in cut]
+        cut = [list(pieces(io.StringIO(text, newline=""))) for text in texts]
+        lengths, ids = self.tokenizer([piece for document in cut for piece in document])
+        ends = np.concatenate([[0], np.cumsum(lengths)])[np.cumsum([0, *map(len, cut)])]
+        return [ids[start:end] for start, end in pairwise(ends)]
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         end = self.definition.end
@@ -52,19 +48,10 @@ class Encoder:
         return np.append(ids, np.int32(end)) if len(ids) and end is not None and ids[-1] != end else ids
 
 
-def _open(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 _encoder: Encoder | None = None  # of this process
 
 
-def begin_worker(definition: StreamDefinition, tokenizer: Path) -> None:
+def begin_worker(definition: StreamDefinition, tokenizer: TextEncoder | None) -> None:
     """Make this process a worker: signals are its parent's to answer, and it does not outlive it."""
     global _encoder
     for number in (signal.SIGINT, signal.SIGTERM):
