@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -19,6 +20,7 @@ from shardwise.collectives import engine
 from shardwise.testing.world import PRELOAD, WorldPool
 from tests.plugins.leftovers import Leftovers
 from tests.plugins.processor_time import ProcessorTimes
+from tests.plugins.sampled import Samples
 from tests.plugins.subjects import Subjects
 from tests.s3 import s3, s3_server  # noqa: F401 fixtures
 
@@ -43,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     config.pluginmanager.register(ProcessorTimes(config))
     config.pluginmanager.register(Subjects(config))
+    config.pluginmanager.register(Samples())
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -76,10 +79,17 @@ def built_engine() -> None:
 
 
 @pytest.fixture(scope="session")
-def world_pool() -> Iterator[WorldPool]:
+def world_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
     """Worker processes for the whole session: `world_pool.run(4, function, argument)`."""
-    with WorldPool() as pool:
+    facts = tmp_path_factory.mktemp("facts")
+    with WorldPool(initializer=functools.partial(_share_facts, facts)) as pool:
         yield pool
+
+
+def _share_facts(directory: Path) -> None:
+    from tests.studied import share  # torch and transformers, only where they are needed
+
+    share(directory)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from tools.structure import read_tree
+
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
 HEAVY = ("torch", "transformers", "datasets", "plotly", "pydantic", "numpy")
 LONGEST_FUNCTION, LONG_FILE = 60, 600
@@ -132,8 +134,7 @@ def offenders(check: object, allowed: set[str] = frozenset()) -> list[str]:  # t
     found = []
     for path in files():
         if name(path) not in allowed:
-            tree = ast.parse(path.read_text(), str(path))
-            found += [f"{name(path)}:{line}: {what}" for what, line in check(tree)]  # type: ignore[operator]
+            found += [f"{name(path)}:{line}: {what}" for what, line in check(read_tree(path))]  # type: ignore[operator]
     return found
 
 
@@ -186,9 +187,7 @@ def test_long_files_are_named() -> None:
 
 
 def test_every_file_says_what_it_is_for() -> None:
-    assert not [
-        name(path) for path in files() if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    assert not [name(path) for path in files() if path.read_text() and not ast.get_docstring(read_tree(path))]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def check(page: Path, with_workers: bool) -> None:
     assert not different, f"python -m tools.page_commands --write {page}\n" + "\n".join(different)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("page", PAGES)
 def test_what_needs_no_workers_prints_what_the_page_shows(page: str, page_directory: Path) -> None:
     assert commands(PAGES[page])

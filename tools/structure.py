@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import statistics
 from collections import Counter
@@ -28,10 +29,16 @@ def module_name(path: Path, source: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def read_tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which is parsed once: many checks read all of them."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
 def read_trees(source: Path) -> dict[str, ast.Module]:
     """Return the syntax tree of every module of the package, by dotted name."""
     files = sorted((source / PACKAGE).rglob("*.py"))
-    return {module_name(file, source): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    return {module_name(file, source): read_tree(file) for file in files}
 
 
 def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:

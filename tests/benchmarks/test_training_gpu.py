@@ -67,6 +67,7 @@ def test_sizes_are_as_named(family: str, size: str) -> None:
     assert flops_per_token(model, config, 2048) == expected
 
 
+@pytest.mark.slow
 def test_the_ladder_finds_the_largest_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     monkeypatch.setitem(BUILDERS, "fits4", (limited(4, tried), False))

@@ -39,6 +39,7 @@ def written(world_pool: WorldPool, corpora: Path, tmp_path_factory: pytest.TempP
     return paths
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )

@@ -129,6 +129,7 @@ def written(
 STEPS_OF_THE_RING = (0, 1, 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", SEVEN)
 @pytest.mark.parametrize("written", [SOME], indirect=True)
 def test_layouts_read_some_others(

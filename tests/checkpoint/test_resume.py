@@ -138,6 +138,7 @@ def test_the_token_stream_depends_on_the_seed_and_nothing_else(
     assert len(set(found["two"])) == 2
 
 
+@pytest.mark.slow
 def test_more_steps_and_a_finished_run(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = a_job(corpora, tmp_path / "run", optimizer={"schedule": "constant"})
     first = world_pool.run(2, train, job)[0]
@@ -248,6 +249,7 @@ def notes(job: Job) -> str:
     return "\n".join(RunCheckpoints(set_up(job, torch.device("cpu"))).restore()[1])
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = a_job(corpora, tmp_path / "run")
     world_pool.run(2, train, job)
@@ -283,6 +285,7 @@ def train_or_say(job: Job) -> str:
     return ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damage", [truncated, with_a_bit_flipped])
 def test_a_run_whose_only_checkpoint_is_damaged_ends_and_changes_nothing(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, damage: Callable[[Path], None]
@@ -314,6 +317,7 @@ def test_a_checkpoint_that_was_never_finished_is_no_reason_to_stop(
     assert losses(job) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_decay_begins_at_a_named_checkpoint_of_another_run(
     world_pool: WorldPool, corpora: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
         torch.set_default_device("cpu")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_random_operations_over_random_groups(device_pool: WorldPool, world: int) -> None:
     assert device_pool.run(world, on_device, fuzz, 20261122, 60) == [60] * world
@@ -182,6 +183,7 @@ def on_cpu(train: Callable[[], list[Tensor]], directory: str) -> list[Tensor]:
     return on_backend("shardwise", directory, train)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("train", "world"), [(ddp, 2), (fsdp2, 2), (hybrid, 4), (stages, 2), (redistributed, 2)])
 def test_plain_pytorch_computes_as_on_the_cpu(
     device_pool: WorldPool, world_pool: WorldPool, train: Callable[[], list[Tensor]], world: int, tmp_path: Path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardwise.testing.world import WorldError, WorldPool
 from tests.fuzz.recipes import Recipe, job_of
 from tests.habits.table import HALF
 from tests.habits.trial import Trial, try_module
+from tests.studied import each_rank_studies
 
 EXACT = 1e-9  # of parameters and losses in fp64
 ROUNDED = 5e-2  # of losses in bf16
@@ -100,7 +102,8 @@ def _read(path: Path) -> list[Trial]:
 def _try_on_rank(recipes: Sequence[Recipe], directory: str, log: str, study_together: bool) -> None:
     path = Path(log) / f"{dist.get_rank()}"
     for recipe in recipes:
-        trial = try_module(job_of(recipe, directory), study_together)
+        with nullcontext() if study_together else each_rank_studies():
+            trial = try_module(job_of(recipe, directory))
         dist.barrier()  # a rank that refuses alone is caught here
         with path.open("a") as file:
             file.write(json.dumps(asdict(trial)) + "\n")

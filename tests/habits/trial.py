@@ -18,8 +18,7 @@ from shardwise.job.objects import load_object
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.schema import Job
 from shardwise.model.construct import drawing_from
-from shardwise.model.facts import ModelFacts
-from shardwise.training.setup import AssembledJob, assemble, prepare_data, set_up, study
+from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
 from tests.habits import modules
 
@@ -65,21 +64,12 @@ def make_job(directory: str, module: str, sections: dict[str, dict[str, Any]]) -
     return Job.model_validate(base)
 
 
-def try_module(job: Job, study_together: bool = False) -> Trial:
-    """Train the module of `job` in both ways; called on every rank of a world.
-
-    Args:
-        study_together: the first rank studies the module for all; else each does, as in a run.
-    """
+def try_module(job: Job) -> Trial:
+    """Train the module of `job` in both ways; called on every rank of a world."""
     torch.manual_seed(0)
     losses: list[tuple[float, float]] = []
-    device = torch.device("cpu")
     try:
-        if study_together:
-            facts = _study_together(job)
-            run = assemble(job, device, facts, prepare_data(job, facts))
-        else:
-            run = set_up(job, device)
+        run = set_up(job, torch.device("cpu"))
         module, start_error = plain_module(run)
         losses.extend(_train(run, module))
     except ShardwiseError as error:
@@ -87,20 +77,6 @@ def try_module(job: Job, study_together: bool = False) -> Trial:
     worst, error = _largest_error(run, module)
     loss_error = max(_number_or_inf(abs(ours - theirs) / abs(theirs)) for ours, theirs in losses)
     return Trial(max(error, start_error), loss_error, worst, steps=len(losses))
-
-
-def _study_together(job: Job) -> ModelFacts:
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [study(job)]
-        except ShardwiseError as error:
-            found = [error]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], ShardwiseError):
-        raise found[0]
-    facts: ModelFacts = found[0]
-    return facts
 
 
 def plain_module(run: AssembledJob) -> tuple[nn.Module, float]:

@@ -110,6 +110,7 @@ def matrix() -> Iterator[Any]:
                     yield pytest.param(family, kernel, dtype, marks=() if short else pytest.mark.slow)
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("family, kernel, dtype", list(matrix()))
 def test_forward_and_gradients(family: str, kernel: str, dtype: torch.dtype) -> None:
     theirs, ours = models(family, dtype, kernel)
@@ -124,6 +125,7 @@ def test_forward_and_gradients(family: str, kernel: str, dtype: torch.dtype) -> 
     assert distance(found, exact) < distance(wanted, exact) + TOLERANCE[dtype]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding(family: str) -> None:
     """Columns that are padding count nowhere."""
@@ -135,6 +137,7 @@ def test_padding(family: str) -> None:
     assert distance(outcome(ours, arguments, counted), outcome(theirs, arguments, counted)) < 1e-5
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "t5"])
 def test_documents(family: str) -> None:
     """Packed documents get what each gets alone, windows and biases included."""

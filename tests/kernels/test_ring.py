@@ -65,6 +65,7 @@ def difference(kind: str, width: int) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True) if a is not None)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["all", "causal", "documents"])
 @pytest.mark.parametrize("ranks, width, rows", [(2, 6, 512), (2, 5, 512), (3, 5, 3), (4, 6, 2)])
 def test_ring_equals_whole(world_pool: WorldPool, kind: str, ranks: int, width: int, rows: int) -> None:

@@ -111,6 +111,7 @@ def test_ranks_that_have_left_meet_again() -> None:
     assert call(run_local, one_after_the_other, (3,), 2) == [[0.0, 2.0, 4.0]] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "kind", "end"),
     [
@@ -229,6 +230,7 @@ def wait_until(condition: Any, seconds: float = 200) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("deadly", "exit_code"),
     [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
@@ -274,6 +276,7 @@ with process_group("cpu", "gloo", 60) as device:
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_join(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN_SCRIPT)

@@ -261,6 +261,7 @@ def handlers_here() -> None:
     pass
 
 
+@pytest.mark.slow
 def test_the_launchers_own_handlers_come_back() -> None:
     before, variables = handlers(), dict(os.environ)
     assert run_local(handlers_here, (), 1, forward_signals=True) == [None]

@@ -47,6 +47,7 @@ def _user_facts(name: str, example: dict[str, torch.Tensor] | None = None, **arg
     return discover(build_model(job), job, example)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("model_type", toys.CONFIGS)
 def test_facts_of_every_family(model_type: str) -> None:
     job = toys.job(model_type)
@@ -252,6 +253,7 @@ def test_heads_may_have_a_size_of_their_own(attention: str) -> None:
     assert shape.attention_width == 64 and shape.key_value_width == 32
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model_type", "axis", "reason"),
     [

@@ -28,6 +28,7 @@ def _probe(model: nn.Module, example: dict[str, Tensor] | None = None) -> Forwar
     return probe_forward(model, find_block_lists(model), 64, example)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("model_type", toys.CONFIGS)
 def test_every_family(model_type: str) -> None:
     attention = "eager" if model_type == "gemma2" else "auto"  # its own choice changed between versions
@@ -41,6 +42,7 @@ def test_every_family(model_type: str) -> None:
     assert seen.block_calls == 2
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("model_type", toys.CONFIGS)
 def test_no_dropout(model_type: str) -> None:
     seen = _probe(build_model(toys.job(model_type, dropout=0.0)))
@@ -114,6 +116,7 @@ def test_dropout_by_module_or_function(functional: bool) -> None:
     assert not _probe(model, example).has_functional_dropout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family, dropped", [("opt", 0.0), ("bart", 0.0), ("bart", 0.1)])
 @pytest.mark.parametrize("training", [True, False])
 def test_layer_drop_is_seen_before_training_too(family: str, dropped: float, training: bool) -> None:
@@ -200,6 +203,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert list(model.state_dict()) == list(state) and torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_machine() -> None:
     config = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     job = toys.job("llama", config={**config, "head_dim": 128, "vocab_size": 128256, "num_hidden_layers": 40})

@@ -141,6 +141,7 @@ def _missing(made: nn.Module, name: str) -> bool:
     return name.removesuffix(".*") not in dict(made.named_modules())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "gpt_neo", "opt", "bloom", "falcon", "llama", "qwen3", "gpt_neox"])
 def test_every_matrix_of_a_block_is_split(family: str) -> None:
     job = Job.model_validate({"model": {"config": {"model_type": family, **TENSOR_CONFIGS[family]}}})

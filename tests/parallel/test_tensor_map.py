@@ -51,6 +51,7 @@ def stored_and_gathered(job: Any) -> bool:
     return equal
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "ranks, parallel",
     [

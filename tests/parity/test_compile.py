@@ -29,6 +29,7 @@ def verify_graphs(job: Job) -> VerifyReport | None:
         return verify_one(job, 2)
 
 
+@pytest.mark.slow
 def test_a_model_of_graphs_agrees(world_pool: WorldPool, corpora: Path) -> None:
     job = make_job(corpora, "llama", layers=1, model={"compile": True}, tied=False, **FP32)
     report = world_pool.run(2, verify_graphs, job)[0]

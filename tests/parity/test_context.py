@@ -107,6 +107,7 @@ TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "family, ranks, method, degree, settings",
     [*CASES, *TOGETHER, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
@@ -161,6 +162,7 @@ def perturbed(job: Job) -> tuple[bool, bool]:
     return bool((changed & ~own).any()), bool((changed & own).any())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", WAYS)
 def test_no_document_sees_another(world_pool: WorldPool, corpora: Path, method: str) -> None:
     found = world_pool.run(2, perturbed, context_job(corpora, "llama", method, **DOCUMENTS))
@@ -177,6 +179,7 @@ def used(job: Job) -> tuple[list[int], float, int]:
     return text, loss, step.count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", WAYS)
 def test_generation_evaluation_and_count(world_pool: WorldPool, corpora: Path, method: str) -> None:
     """Generation runs on whole sequences, every token counts once."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_job, verify_one
@@ -14,6 +16,7 @@ def verify_times(job: Job, times: int) -> list[bool]:
     return [report is None or report.agrees for report in reports]
 
 
+@pytest.mark.slow
 def test_a_second_group_that_looks_like_the_first(world_pool: WorldPool, corpora: Path) -> None:
     """The first run makes more groups, so that the second's lack the names that a stale mesh would look up."""
     job = make_job(corpora, layers=1, parallel={"sharded_data_parallel_degree": 2})

@@ -11,6 +11,7 @@ from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_module_job, verify_one
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "ranks, sections",
     [

@@ -112,6 +112,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family, ranks, settings", CASES)
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
@@ -193,6 +194,7 @@ def validation(job: Job) -> tuple[float, float]:
     return first, train_step(run.model, run.objective, run.stream.batches(0), run.optimizer, run.scaler, 0).loss
 
 
+@pytest.mark.slow
 def test_every_rank_knows_the_losses(world_pool: WorldPool, corpora: Path) -> None:
     data = {"validation_fraction": 0.2}
     alone = world_pool.run(1, validation, tensor_job(corpora, "gpt2", layers=4, data=data))[0]
@@ -230,6 +232,7 @@ def in_flight(job: Job) -> int:
     return most
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("parallel", "ranks"),
     [

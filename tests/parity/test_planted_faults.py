@@ -52,6 +52,7 @@ def test_the_table_has_every_fault() -> None:
     assert sum(len(planted_faults(kind)) for kind in KINDS) == len(planted_faults())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", QUICK)
 def test_a_planted_fault_is_named(world_pool: WorldPool, corpora: Path, fault: str) -> None:
     row = next(row for row in planted_faults() if row.fault == fault)

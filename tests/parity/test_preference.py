@@ -94,6 +94,7 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", QUICK)
 def test_preferences_on_two_ranks(world_pool: WorldPool, preferences: Path, layout: str) -> None:
     check(world_pool, preference_job(preferences, "llama", layout, **QUICK[layout]), layout)

@@ -55,6 +55,7 @@ def records_routers(family: str) -> bool:
     return bool(find_routers(model))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "family, ranks, sections", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )

@@ -107,6 +107,7 @@ def test_states_of_a_stage_are_exact(world_pool: WorldPool, corpora: Path) -> No
             assert measured == expected
 
 
+@pytest.mark.slow
 def test_names_and_weights_are_those_of_the_model(world_pool: WorldPool, corpora: Path) -> None:
     """The embedding is on the stages that use it, a middle one has none, and evaluation agrees."""
     parallel = {**FOUR, **at(0, 1, 2, 3, 3, encoder=3)}

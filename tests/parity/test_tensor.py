@@ -66,6 +66,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "family, ranks, settings", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -75,6 +76,7 @@ def test_agrees_with_one_process(
     check_agrees(world_pool, ranks, tensor_job(corpora, family, **settings))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "ranks, settings",
     [

@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, ranks, settings", CASES)
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, name: str, ranks: int, settings: dict[str, Any]
@@ -67,6 +68,7 @@ def test_agrees_with_one_process(
     check_agrees(world_pool, ranks, traced_job(corpora, name, **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, name, parallel",
     [pytest.param(3, "SkipNet", {"pipeline_parallel_degree": 3}, marks=pytest.mark.slow), (4, "Interleaved", TWO)],
@@ -118,6 +120,7 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
     assert_same(middle / step, back / step)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name, says",
     [

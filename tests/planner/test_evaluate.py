@@ -101,6 +101,7 @@ MEMORY_HELD = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("table", HELD)
 def test_accuracy_is_kept(table: str) -> None:
     found = error_summary(evaluate_rows(read_table(TABLES / f"{table}.csv")))
@@ -166,6 +167,7 @@ def _measured(row: Row, rate: float) -> Row:
     return replace(row, numbers={**row.numbers, "tok_s_gpu": predicted(row, predict(slower))})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("early", [True, False])
 def test_a_fit_finds_planted_constants(early: bool) -> None:
     """A stack whose kernels are 8 % slower than the default's, whose attention is 20 % slower, and whose recomputation

@@ -131,6 +131,7 @@ def test_replicas_do_not_divide_the_states() -> None:
     assert half.parameters == moments(*planned(2))[-1].parameters
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "less, more",
     [
@@ -225,6 +226,7 @@ STAGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, parallel", STAGED)
 def test_states_of_each_stage_are_exact(
     world_pool: WorldPool, corpora: Path, ranks: int, parallel: dict[str, Any]
@@ -332,6 +334,7 @@ def test_peak_with_tensor_parallelism(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, policy",
     [

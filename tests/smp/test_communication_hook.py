@@ -81,6 +81,7 @@ def _error(config: dict[str, Any], family: str) -> tuple[float, float, float, li
     return float((torch.tensor(losses) - torch.tensor(expected)).abs().max()), far, moved, seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "ranks, config, family",
     [
@@ -142,6 +143,7 @@ def _compressed(kind: str) -> tuple[float, float, float]:
     return far, apart, moved
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind, least, most",
     [
@@ -244,6 +246,7 @@ def _mistake(number: int) -> tuple[str, str]:
     return "", "it went on"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(len(MISTAKES)))
 def test_mistakes_have_names_and_fixes(world_pool: WorldPool, number: int) -> None:
     for kind, said in world_pool.run(2, _mistake, number):

@@ -28,6 +28,7 @@ def _train(options: dict[str, Any], workers: int, place: Path) -> tuple[Tensor, 
     return torch.tensor(whole), torch.tensor(rest)
 
 
+@pytest.mark.slow
 def test_batches_of_own_classes_train_alike_and_go_on(tmp_path: Path) -> None:
     whole, rest = _train({"microbatches": 2}, 1, tmp_path)
     assert bool((whole[-1] < whole[0]).all()) and torch.equal(whole[-len(rest) :], rest)

@@ -123,6 +123,7 @@ def _go_on(directory: str, how: str, degree: int, flat: bool = False) -> tuple[f
         tsm.state.reset()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how, flat",
     [
@@ -151,6 +152,7 @@ def _copies(directory: str, how: str) -> tuple[float, float, int]:
         tsm.state.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sharded", pytest.param("local", marks=pytest.mark.slow)])
 def test_whole_copies_are_saved_by_the_first_alone(world_pool: WorldPool, tmp_path: Path, how: str) -> None:
     """Nobody waits for the other replicas: they are not in the group of the shard."""

@@ -81,6 +81,7 @@ def cases(quick: bool) -> Iterator[tuple[Habit, str]]:
                 yield habit, layout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("habit", "layout"), cases(quick=True), ids=str)
 def test_a_habit_in_a_script_is_right_or_refused(world_pool: WorldPool, habit: Habit, layout: str) -> None:
     _check(world_pool, habit, layout)

@@ -84,6 +84,7 @@ def _both(config: dict[str, Any]) -> tuple[list[float], list[float], float]:
     return losses, expected, max(float((weights[name] - others[name]).abs().max()) for name in others)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks, config", CASES)
 def test_training_goes_on_behind_whole_weights(world_pool: WorldPool, ranks: int, config: dict[str, Any]) -> None:
     for losses, expected, far in world_pool.run(ranks, _both, config):
@@ -124,6 +125,7 @@ def _touched(folder: str) -> tuple[float, list[str]]:
         smp.state.reset()
 
 
+@pytest.mark.slow
 def test_whole_weights_can_be_changed_and_others_go_round_them(world_pool: WorldPool, tmp_path: Path) -> None:
     for far, wrong in world_pool.run(2, _touched, str(tmp_path)):
         assert far == 0 and wrong == []

@@ -117,6 +117,7 @@ def _scheduled(config: dict[str, Any], before: bool) -> list[float]:
         smp.state.reset()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [

@@ -106,6 +106,7 @@ def _trained(config: dict[str, Any], hooked: bool = False) -> tuple[list[float],
         smp.state.reset()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -258,6 +259,7 @@ def _replaced(heads: int, config: dict[str, Any]) -> tuple[list[float], str]:
         smp.state.reset()
 
 
+@pytest.mark.slow
 def test_registered_layers_of_a_model_without_config(world_pool: WorldPool) -> None:
     expected = world_pool.run(1, _replaced, 2, {"ddp": True})[0][0]
     assert len(expected) == STEPS

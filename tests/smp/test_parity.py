@@ -53,6 +53,7 @@ def _check(pool: WorldPool, ranks: int, family: str, config: dict[str, Any]) -> 
         assert loss <= LOSS and weights <= WEIGHTS, (loss, weights)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks, family, config", CASES)
 def test_numbers_are_those_of_plain_transformers(
     world_pool: WorldPool, ranks: int, family: str, config: dict[str, Any]
@@ -95,6 +96,7 @@ CHECKPOINTED: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family, config", CHECKPOINTED)
 def test_checkpointed_and_offloaded_blocks_give_the_same_numbers(
     world_pool: WorldPool, family: str, config: dict[str, Any]

@@ -115,6 +115,7 @@ def trained(config: dict[str, Any], where: Path | None = None) -> tuple[list[flo
         smp.state.reset()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "ranks, config",
     [

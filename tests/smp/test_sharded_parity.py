@@ -58,6 +58,7 @@ def _check(pool: WorldPool, ranks: int, family: str, config: dict[str, Any], how
         assert max(loss, norm) <= limits[0] and weights <= limits[1], (loss, norm, weights)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, family, config, how", CASES)
 def test_numbers_are_those_of_plain_transformers(
     world_pool: WorldPool, ranks: int, family: str, config: dict[str, Any], how: str

@@ -88,6 +88,7 @@ def check(axis: str) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", QUICK)
 def test_the_closed_form_meets_the_trace(axis: str) -> None:
     check(axis)
@@ -99,6 +100,7 @@ def test_the_closed_form_meets_the_trace_everywhere(axis: str) -> None:
     check(axis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [{}, pytest.param({"parallel": {"tensor_parallel_degree": 2}}, marks=pytest.mark.slow)],
@@ -139,6 +141,7 @@ def expert_settings(model_type: str) -> dict[str, Any]:
     return settings(16, model={"config": toy_config(model_type)}, parallel=experts, data={"sequence_length": 16})
 
 
+@pytest.mark.slow
 def test_grouped_products_in_fp32_are_traced() -> None:
     """Of which torch's own function of shapes knows bf16 alone."""
     run = traced(expert_settings("mixtral"), 4)

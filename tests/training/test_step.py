@@ -108,6 +108,7 @@ def test_one_ranks_non_finite_gradient_skips_the_step_of_all(
     assert everyone == [(True, False, False)] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, microbatch", [(2, 2), (4, 1), (3, 2)])
 def test_a_ragged_step_counts_each_sample_once(
     world_pool: WorldPool, corpora: Path, ranks: int, microbatch: int

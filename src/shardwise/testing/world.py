@@ -113,6 +113,7 @@ class WorldPool:
 
     limit: int = 8
     timeout: float = 120.0
+    initializer: Callable[[], None] | None = None  # a module-level function that each worker calls first
     preload: tuple[str, ...] = PRELOAD
     start_method: str = (
         "forkserver"  # "spawn" for functions that use CUDA: a fork of a process that asked for it has none
@@ -173,7 +174,7 @@ class WorldPool:
             ours, theirs = self._context.Pipe()
             handle, name = tempfile.mkstemp(dir=self._directory.name)
             os.close(handle)
-            process = self._context.Process(target=_serve, args=(theirs, name))
+            process = self._context.Process(target=_serve, args=(theirs, name, self.initializer))
             process.start()
             theirs.close()
             self._workers.append(Worker(process, ours, Path(name)))
@@ -245,14 +246,15 @@ def _dump_hanging(workers: dict[int, Worker]) -> dict[int, RankOutcome]:
 # ---- in the worker
 
 
-def _serve(connection: Connection, dump: str) -> None:
+def _serve(connection: Connection, dump: str, initializer: Callable[[], None] | None) -> None:
     """A worker's life: one request after the other, until the pool hangs up."""
     loopback.die_with_parent()
     stream = open(dump, "w")  # noqa: SIM115 - faulthandler needs it for as long as this process lives
     faulthandler.enable(stream)
     faulthandler.register(signal.SIGUSR1, stream, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test session's to answer
-    gc.freeze()  # what was imported never becomes garbage; collecting after each run stays cheap
+    if initializer is not None:
+        initializer()
     while True:
         try:
             request = pickle.loads(connection.recv_bytes())
@@ -333,3 +335,15 @@ def _leave() -> None:
     if groups := sys.modules.get("shardwise._torch_compat.groups"):
         groups.clear_placement_cache()  # groups that it keeps alive take more of the processor with every run
     gc.collect()
+    _freeze_imports()
+
+
+_frozen_modules = 0
+
+
+def _freeze_imports() -> None:
+    """Leave what new modules hold out of later collections, which would take longer than a small run."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules:
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
