@@ -182,6 +182,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     job = model.plan.job.model_dump(mode="json")
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
+    _check_batch_sizes(job, manifest, path)
 
 
 def check_model(model: ParallelModel, manifest: Manifest, path: str) -> None:
@@ -244,6 +245,25 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
             f"{path} was trained with validation sequences held out by {wrote}, this job holds them out by {reads} and "
             f"would train on some of them; set data.validation_split to {wrote}"
         )
+
+
+def _check_batch_sizes(job: Mapping[str, Any], manifest: Manifest, path: str) -> None:
+    """Refuse another warm-up of the batch size: steps and learning rates of what was trained would be others.
+
+    Raises:
+        CheckpointError: with both schedules.
+    """
+    sections = manifest.job.get("training", {}), job["training"]
+    wrote, reads = ([_given(stage) for stage in section.get("batch_size_schedule", [])] for section in sections)
+    if wrote != reads:
+        raise CheckpointError(
+            f"{path} was trained with training.batch_size_schedule={wrote}, the job has {reads}; restore it, or start "
+            "from exported weights with model.path"
+        )
+
+
+def _given(stage: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in stage.items() if value is not None}
 
 
 def check_fixed_options(model: ParallelModel, manifest: Manifest, path: str) -> None:

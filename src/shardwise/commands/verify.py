@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, LegalityError, MachineError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis
-from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
+from shardwise.job.schema import BatchSizeStage, EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import refuse_unguarded_script
@@ -240,10 +241,19 @@ def _session(job: Job, device: torch.device, facts: ModelFacts, data: TokenData,
 
     Late: an evaluation gathers weights anew, and what the first update leaves behind would not show.
     """
-    training = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 2, "callbacks": []}
+    training: dict[str, Any] = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 2}
+    training |= {"callbacks": [], "batch_size_schedule": _one_step_each(job)}
     changed = {"training": job.training.model_copy(update=training), "evaluation": EvaluationSection()}
     job = job.model_copy(update=changed)
     return Session.of(assemble(job, device, facts, replace(data, sets={})))
+
+
+def _one_step_each(job: Job) -> list[BatchSizeStage]:
+    """Return the stages of the job's batch size, each for one step, so that few steps show how it changes."""
+    stages = job.training.batch_size_schedule
+    ends = accumulate(stage.sequences_per_step for stage in stages)
+    changes = [{"until_samples": end, "until_tokens": None} for end in ends]
+    return [stage.model_copy(update=change) for stage, change in zip(stages, changes, strict=True)]
 
 
 def _compare(session: Session, steps: int, make_reference: Callable[[], Any], report: VerifyReport) -> None:
@@ -274,6 +284,9 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
                 break
             if compared == steps:
                 break
+    if stages := len(session.job.training.batch_size_schedule):
+        further = f" --steps {stages + 1} compares them all, and a step behind them." if stages >= steps else ""
+        report.notes.append(f"Each stage of training.batch_size_schedule lasts one step here.{further}")
     if overflows:
         report.notes.append(f"{overflows} steps overflowed while the fp16 loss scale found its place.")
     for probability in rates.ours:

@@ -1,6 +1,7 @@
 """The batches of one rank: which samples of which step, as a pure function of the step.
 
-Exact definition. G = sequences_per_step. Step k consumes the samples (counters) c = k*G … k*G + G - 1; sample c is
+Exact definition. G = sequences_per_step. Step k consumes the samples (counters) c = k*G … k*G + G - 1, or behind its
+first sample as many as training.batch_size_schedule gives it in the place of G (`plan/step_sizes.py`); sample c is
 index `order(seed, c, len(split))` of the training split, and of a mixture its own sample c. Microbatch m of data rank d
 holds the rows i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of the step; a row i >= G is padding: it
 repeats row i % G and counts nowhere. A run of E epochs has E * len(split) samples: its last step holds R <= G of them,
@@ -20,6 +21,7 @@ from shardwise.data.mixture import Mixture
 from shardwise.data.order import order
 from shardwise.data.packing import Windows
 from shardwise.data.split import TokenStream
+from shardwise.plan.step_sizes import SizeStage, StepSizes
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
 
@@ -61,6 +63,7 @@ class Stream:
         data_rank: int,
         device: torch.device | str = "cpu",
         total: int | None = None,
+        sizes: StepSizes | None = None,
     ) -> None:
         if not 0 <= data_rank < data_ranks:
             raise ValueError(f"data_rank={data_rank} of {data_ranks}")
@@ -75,10 +78,11 @@ class Stream:
         self.data_rank = data_rank
         self.device = device
         self.total = total  # samples of the whole run, where it ends with an epoch; the last step may be ragged
+        self.sizes = sizes or StepSizes((SizeStage(sequences_per_step),))  # of steps, of which G is the last
 
     def batches(self, step: int) -> list[Batch]:
-        """The `accumulation` microbatches of this rank in one step of training."""
-        return self.batches_from(step * self.sequences_per_step)
+        """The microbatches of this rank in one step of training."""
+        return self.batches_from(self.sizes.samples_before(step))
 
     def batches_from(self, consumed: int) -> list[Batch]:
         """The same for the step that follows `consumed` samples, whatever the steps before it looked like."""
@@ -87,14 +91,21 @@ class Stream:
         def locate(row: int) -> tuple[int, int]:
             return training_index(self.split, self.seed, consumed + row), consumed + row
 
-        return [self._microbatch(number, real, locate) for number in range(self.accumulation)]
+        return [self._microbatch(number, real, locate) for number in range(self._accumulation_after(consumed))]
+
+    def _accumulation_after(self, consumed: int) -> int:
+        """Return this rank's microbatches of the step that follows `consumed` samples; `accumulation` of one of G."""
+        size = self.sizes.after(consumed)
+        is_whole = size == self.sequences_per_step
+        return self.accumulation if is_whole else -(-size // (self.microbatch * self.data_ranks))
 
     def samples_after(self, consumed: int) -> int:
-        """Return the samples of the step that follows `consumed` ones: G, or what is left of the last epoch."""
-        left = self.sequences_per_step if self.total is None else self.total - consumed
+        """Return the samples of the step that follows `consumed` ones: its size, or what the last epoch has left."""
+        size = self.sizes.after(consumed)
+        left = size if self.total is None else self.total - consumed
         if left < 1:
             raise ValueError(f"{consumed} of {self.total} samples are consumed; no step is left")
-        return min(left, self.sequences_per_step)
+        return min(left, size)
 
     def evaluation(self, split: Split | None = None, batches: int | None = None) -> Iterator[list[Batch]]:
         """Global batches of `split` (unset: this stream's) in order, at most `batches`; the last one may be ragged.

@@ -358,6 +358,21 @@ class DpoSection(Section):
     )
 
 
+class BatchSizeStage(Section):
+    """The size of the steps at the beginning of a run, until it has read so many samples."""
+
+    sequences_per_step: Positive = Field(strict=True, description="Global sequences (samples) of each of its steps.")
+    until_samples: Positive | None = Field(
+        default=None,
+        strict=True,
+        description="Samples of the run with which it is over, those of earlier stages included; the step that reaches "
+        "them is its last.",
+    )
+    until_tokens: Positive | None = Field(
+        default=None, strict=True, description="The same in tokens, `data.sequence_length` for each sample."
+    )
+
+
 class TrainingSection(Section):
     """The number of steps, their size, and what is learned."""
 
@@ -370,10 +385,18 @@ class TrainingSection(Section):
         default=None, description="Global tokens a step; or give `sequences_per_step`."
     )
     sequences_per_step: Positive | None = Field(default=None, description="Global sequences (samples) a step.")
+    batch_size_schedule: list[BatchSizeStage] = Field(
+        default=[],
+        description="Warm-up of the batch size (Megatron's `rampup_batch_size`): stages of smaller steps, each larger "
+        "than the one before, ahead of those of `sequences_per_step`. The microbatch stays; each stage has as many as "
+        "its steps need. Learning rates go by steps, not by samples.",
+    )
     microbatch_size: Positive | None = Field(
         default=None, description="Sequences in one forward of one rank; derived if unset."
     )
-    gradient_accumulation: Positive | None = Field(default=None, description="Microbatches a step; derived if unset.")
+    gradient_accumulation: Positive | None = Field(
+        default=None, description="Microbatches a step, behind any warm-up of the batch size; derived if unset."
+    )
     objective: Literal["auto", "pretraining", "sft", "dpo"] = Field(
         default="auto",
         description="`pretraining`: every token of documents; `sft` (supervised fine-tuning): the tokens of "

@@ -100,9 +100,9 @@ class Pipeline:
             weight_gradients: of each part, those that its backward leaves for later.
         """
         self.work, self.begin = work, begin
-        shapes = [self.shapes(boundary) for boundary in self.boundaries]
-        if self._schedule is None or self._made_for != shapes:
-            self._schedule, self._made_for = self._make_schedule(count, weight_gradients), shapes
+        needs = (count, [self.shapes(boundary) for boundary in self.boundaries])
+        if self._schedule is None or self._made_for != needs:
+            self._schedule, self._made_for = self._make_schedule(count, weight_gradients), needs
         first = (torch.zeros(count),) if self.boundaries[0].is_first else ()
         target = {"target": torch.zeros(count)} if self.boundaries[-1].is_last else {}
         cause: BaseException | None = None

@@ -31,7 +31,8 @@ from shardwise.model.attention_choice import AttentionNeeds, KernelChoice, choos
 from shardwise.model.balance import balance, block_costs
 from shardwise.model.facts import AttentionFacts, ModelFacts
 from shardwise.model.float8 import left_out
-from shardwise.words import divisors
+from shardwise.plan.step_sizes import StepSizes, step_sizes
+from shardwise.words import divisors, listed
 
 DEFAULT_SEQUENCES = 16
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # a forward of this size keeps the device busy without filling it
@@ -231,7 +232,7 @@ class Draft:
     @cached_property
     def in_flight(self) -> int:
         """Most forwards that await their backward on one pipeline rank, the first."""
-        return in_flight(self.parallel, self.accumulation.value)
+        return max(in_flight(self.parallel, count) for count in self.accumulations)
 
     @cached_property
     def compute(self) -> str:
@@ -320,8 +321,23 @@ class Draft:
         return DerivedNumber(DEFAULT_SEQUENCES, "default, on any number of ranks")
 
     @cached_property
+    def step_sizes(self) -> StepSizes:
+        """The sizes of the steps, of which `sequences` is the last."""
+        return step_sizes(self.training, self.data.sequence_length, self.sequences.value)
+
+    @cached_property
     def sequences_per_rank(self) -> int:
         return -(-self.sequences.value // self.data_ranks)
+
+    @cached_property
+    def rows_of_stages(self) -> list[int]:
+        """Sequences a rank in a step of each stage of the batch size."""
+        return [-(-stage.sequences // self.data_ranks) for stage in self.step_sizes.stages]
+
+    @cached_property
+    def accumulations(self) -> list[int]:
+        """Microbatches of a step on each rank in each stage of the batch size."""
+        return [*(-(-rows // self.microbatch.value) for rows in self.rows_of_stages[:-1]), self.accumulation.value]
 
     @cached_property
     def microbatch(self) -> DerivedNumber:
@@ -333,11 +349,15 @@ class Draft:
         if training.gradient_accumulation is not None:
             count = training.gradient_accumulation
             return DerivedNumber(-(-rows // count), f"{share}, cut into gradient_accumulation {count}")
+        if self.step_sizes.grow:
+            every, rows = self.rows_of_stages, math.gcd(*self.rows_of_stages)
+            share = f"a divisor of {listed(map(str, every))} sequences a rank, {rows}"
         limit = MICROBATCH_TOKENS.get(self.world.device_type, MICROBATCH_TOKENS["cuda"])
         most, rule = max(1, limit // self.data.sequence_length), f"of at most {limit} tokens (or one sequence)"
         if (degree := self.parallel.pipeline_parallel_degree) > 1:
             pieces = FILLING * degree
-            most, rule = min(most, max(1, rows // pieces)), f"{rule}, {pieces} or more to fill {degree} pipeline ranks"
+            most = min(most, max(1, min(self.rows_of_stages) // pieces))
+            rule = f"{rule}, {pieces} or more to fill {degree} pipeline ranks"
         return DerivedNumber(even_cut(rows, most), f"{share}, in pieces {rule}")
 
     @cached_property
@@ -368,9 +388,12 @@ class Draft:
             return DerivedNumber(self.training.steps, "training.steps")
         if size is None:
             return DerivedNumber(0, f"training.epochs {epochs}: known once the data is read")
-        steps, left = divmod(epochs * size, self.sequences.value)
-        rule = f"{epochs} epoch{'s' * (epochs > 1)} x {size:,} training sequences / {self.sequences.value} a step"
-        return DerivedNumber(steps + bool(left), f"{rule}, the last step with {left}" if left else rule)
+        sizes = self.step_sizes
+        steps = sizes.steps_for(epochs * size)
+        left = epochs * size - sizes.samples_before(steps - 1)
+        a_step = listed(str(stage.sequences) for stage in sizes.stages)
+        rule = f"{epochs} epoch{'s' * (epochs > 1)} x {size:,} training sequences / {a_step} a step"
+        return DerivedNumber(steps, f"{rule}, the last step with {left}" if left < sizes.of(steps - 1) else rule)
 
     @cached_property
     def warmup(self) -> DerivedNumber:
@@ -388,7 +411,13 @@ class Draft:
     @cached_property
     def padding_rows(self) -> int:
         """Rows of one step that repeat another row and are not counted."""
-        return self.microbatch.value * self.accumulation.value * self.data_ranks - self.sequences.value
+        return self.padding_of_stages[-1]
+
+    @cached_property
+    def padding_of_stages(self) -> list[int]:
+        """The same in each stage of the batch size."""
+        stages = zip(self.accumulations, self.step_sizes.stages, strict=True)
+        return [self.microbatch.value * count * self.data_ranks - stage.sequences for count, stage in stages]
 
 
 def stages_of_a_rank(parallel: ParallelSection) -> int:

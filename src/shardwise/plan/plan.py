@@ -36,6 +36,8 @@ from shardwise.plan.draft import (
 from shardwise.plan.normalisation import NORMALISATIONS
 from shardwise.plan.orthogonalization import Orthogonalization, orthogonalization
 from shardwise.plan.rules import check
+from shardwise.plan.step_sizes import StepSizes
+from shardwise.words import listed
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
 
@@ -67,9 +69,10 @@ class Plan:
     steps: int  # optimizer steps of the run
     training_sequences: int | None  # of one of its epochs; None where it counts steps
     sequence_length: int
-    sequences_per_step: int  # global
+    sequences_per_step: int  # global, of the steps behind any warm-up of the batch size
+    step_sizes: StepSizes  # of all steps, of which sequences_per_step is the last
     microbatch: int  # sequences in one forward of one rank
-    accumulation: int  # microbatches of one step on each rank
+    accumulation: int  # microbatches of one step on each rank, of those of sequences_per_step
     warmup_steps: int  # of the learning rate
     backend: str  # "gloo" | "shardwise" | "nccl"
     objective: str  # "pretraining" | "sft" | "dpo"
@@ -114,8 +117,21 @@ class Plan:
 
     def sequences_of(self, step: int) -> int:
         """Return the sequences of a step: all of them, or what the last epoch has left."""
-        size, total = self.sequences_per_step, self.total_sequences
-        return size if total is None else min(size, total - step * size)
+        size, total = self.step_sizes.of(step), self.total_sequences
+        return size if total is None else min(size, total - self.step_sizes.samples_before(step))
+
+    def accumulation_of(self, step: int) -> int:
+        """Return the microbatches of a step on each rank."""
+        return self._accumulation(self.step_sizes.of(step))
+
+    @property
+    def accumulations(self) -> list[int]:
+        """Microbatches of a step on each rank in each stage of the batch size."""
+        return [self._accumulation(stage.sequences) for stage in self.step_sizes.stages]
+
+    def _accumulation(self, sequences: int) -> int:
+        whole = sequences == self.sequences_per_step
+        return self.accumulation if whole else -(-sequences // (self.microbatch * self.data_ranks))
 
     @property
     def splits_backward(self) -> bool:
@@ -264,6 +280,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         sources=_sources(draft, rules),
         orthogonalized={} if muon is None else muon.ways,
         optimizers=_optimizers(draft, muon, rules),
+        step_sizes=draft.step_sizes,
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
     )
@@ -395,6 +412,10 @@ def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
     }
     rules |= {key: number.rule for key, number in derived.items()}
     rules["sequence_length"] = "data.sequence_length"
+    if draft.step_sizes.grow:
+        counts = listed(map(str, draft.accumulations), most=len(draft.accumulations))
+        last = draft.step_sizes.stages[-1].first_step
+        rules["batch_size_schedule"] = f"given; microbatches a rank: {counts}; the last stage from step {last:,} on"
     return {key: number.value for key, number in derived.items()}
 
 
@@ -512,6 +533,12 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
             f"{draft.sequences.value} sequences do not divide evenly over {draft.data_ranks} data ranks x "
             f"{draft.accumulation.value} microbatches of {draft.microbatch.value}."
         )
+    for stage, padding in zip(draft.step_sizes.stages[:-1], draft.padding_of_stages):
+        if padding:
+            yield (
+                f"training.batch_size_schedule: {padding} of {padding + stage.sequences} rows of its steps of "
+                f"{stage.sequences} sequences are padding, computed but not counted."
+            )
 
 
 def _source_notes(draft: Draft) -> Iterator[str]:

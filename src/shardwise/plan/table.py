@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import pairwise
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -61,6 +62,13 @@ def _list(title: str, rows: list[tuple[str, str, str]]) -> Group:
     return Group(*lines)
 
 
+def _sizes(plan: Plan) -> str:
+    """Return the stages of the batch size: "4 up to sample 32, then 8"."""
+    pairs = pairwise(plan.step_sizes.stages)
+    stages = [f"{stage.sequences} up to sample {later.first_sample:,}" for stage, later in pairs]
+    return f"{', '.join(stages)}, then {plan.sequences_per_step}"
+
+
 def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
     yield from plan.degrees.items()
     if plan.context_method:
@@ -74,6 +82,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
         yield "collectives", plan.collectives
     for key in ("steps", "sequence_length", "sequences_per_step", "microbatch", "accumulation", "warmup_steps"):
         yield key, getattr(plan, key)
+    if plan.step_sizes.grow:
+        yield "batch_size_schedule", _sizes(plan)
     yield from asdict(plan.dtypes).items()
     if plan.sources:
         yield "sources", plan.sources

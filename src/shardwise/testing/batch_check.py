@@ -57,7 +57,7 @@ def find_misread_evaluation(plan: Plan, source: Source, ours: Captured) -> str:
 
 def _counters(plan: Plan, step: int, data_rank: int, number: int) -> list[int]:
     """Return the sample counters of a microbatch; padding repeats the step's first rows."""
-    start, size = step * plan.sequences_per_step, plan.sequences_of(step)
+    start, size = plan.step_sizes.samples_before(step), plan.sequences_of(step)
     first = (number * plan.data_ranks + data_rank) * plan.microbatch
     return [start + row % size for row in range(first, first + plan.microbatch)]
 

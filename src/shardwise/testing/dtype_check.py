@@ -82,7 +82,7 @@ def _coarse_loss(plan: Plan, ours: Captured) -> str:
 
 def _coarse_sums(plan: Plan, ours: Captured, oracle: Oracle) -> str:
     """Judge sums of several microbatches: the gradient of one may hold numbers of 16 bits."""
-    if plan.data_ranks * plan.accumulation == 1 or len(oracle.rows_of(ours.step)) <= plan.microbatch:
+    if plan.data_ranks * plan.accumulation_of(ours.step) == 1 or len(oracle.rows_of(ours.step)) <= plan.microbatch:
         return ""
     return _coarser("sums of gradients hold", plan.dtypes.reduction, ours.gradients, oracle.gradients)
 

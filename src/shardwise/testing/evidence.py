@@ -63,7 +63,7 @@ class Evidence:
         plan, counters = self.plan, self.oracle.rows_of(self.step)
         parts = []
         for rank in range(plan.data_ranks):
-            for number in range(plan.accumulation):
+            for number in range(plan.accumulation_of(self.step)):
                 start = (number * plan.data_ranks + rank) * plan.microbatch
                 if own := counters[start : start + plan.microbatch]:
                     parts.append((rank, number, own))

@@ -66,16 +66,17 @@ def local_means(evidence: Evidence) -> Diagnosis | None:
     """Look whether each part's coefficient is that of a mean over fewer labels than all."""
     coefficients, counts = evidence.coefficients, evidence.counts
     plan, total = evidence.plan, sum(evidence.counts.values())
+    accumulation = plan.accumulation_of(evidence.step)
     of_rank = [sum(n for (rank, _), n in counts.items() if rank == own) for own in range(plan.data_ranks)]
-    of_number = [sum(n for (_, number), n in counts.items() if number == own) for own in range(plan.accumulation)]
-    parts = plan.data_ranks * plan.accumulation
+    of_number = [sum(n for (_, number), n in counts.items() if number == own) for own in range(accumulation)]
+    parts = plan.data_ranks * accumulation
     by_rank = {part: total / (of_rank[part[0]] or 1) for part in counts}
     by_part = {part: total / (count or 1) for part, count in counts.items()}
     by_number = {part: total / (of_number[part[1]] or 1) for part in counts}
     hypotheses = (
         ("mean_of_rank_means", "by the count of its own rank", by_rank, plan.data_ranks),
         ("mean_of_microbatch_means", "by its own count", by_part, parts),
-        ("mean_of_microbatch_means", "by the count of its microbatch on all ranks", by_number, plan.accumulation),
+        ("mean_of_microbatch_means", "by the count of its microbatch on all ranks", by_number, accumulation),
     )
     for fault, what, factors, size in hypotheses:
         expected = {part: factors[part] / size for part in coefficients}
@@ -105,7 +106,7 @@ def one_scale(evidence: Evidence, names: Sequence[str] = ()) -> Diagnosis | None
     if abs(mean) < NEAR:
         return Diagnosis("zero_gradient", f"the gradient{of} is zero")
     plan = evidence.plan
-    sizes: dict[str, int] = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation}
+    sizes: dict[str, int] = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation_of(evidence.step)}
     sizes |= {str(axis): degree for axis, degree in plan.degrees.items()}
     divisors = [name for name, size in sizes.items() if size > 1 and abs(mean * size - 1) < SAME_RATIO * 10]
     times = [name for name, size in sizes.items() if size > 1 and abs(mean / size - 1) < SAME_RATIO * 10]
@@ -222,7 +223,7 @@ def _balancing_mistakes(evidence: Evidence) -> Iterator[tuple[Twist, str, str]]:
     groups = tuple(tuple(chain(*parts)) for parts in by_rank if parts)
     sentence = "the balancing loss is that of each rank's own tokens, not of all"
     yield Twist(balanced_apart=groups), "local_balancing_loss", sentence
-    sizes = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation}
+    sizes = {"data ranks": plan.data_ranks, "microbatches": plan.accumulation_of(evidence.step)}
     sizes |= {str(axis): degree for axis, degree in plan.degrees.items()}
     for name, size in sizes.items():
         if size > 1:

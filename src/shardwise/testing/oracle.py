@@ -109,7 +109,7 @@ class Oracle:
         job: the job; its parallel, memory and observe sections play no part.
         weights: logical name -> whole tensor; copied.
         source: the training samples.
-        sequences_per_step: global.
+        sequences_per_step: global, behind the stages of training.batch_size_schedule.
         steps: of the run, over which the learning rate is scheduled.
         samples: of the run, where the last step holds what is left of them; None: all steps are whole.
         blocks: names of the modules, repeated blocks above all, by which functional dropout is keyed.
@@ -226,9 +226,18 @@ class Oracle:
 
     def rows_of(self, step: int) -> list[int]:
         """Sample counters of a step."""
-        first = step * self.sequences_per_step
-        end = first + self.sequences_per_step
+        first = end = 0
+        for _ in range(step + 1):
+            first, end = end, end + self._size_after(end)
         return list(range(first, end if self.samples is None else min(end, self.samples)))
+
+    def _size_after(self, read: int) -> int:
+        """Return the sequences of the step ahead of which `read` samples were read."""
+        for stage in self.job.training.batch_size_schedule:
+            tokens = read * self.job.data.sequence_length
+            if read < (stage.until_samples or 0) or tokens < (stage.until_tokens or 0):
+                return stage.sequences_per_step
+        return self.sequences_per_step
 
     def backward(
         self, step: int, counters: Sequence[int] | None = None, twist: Twist = Twist(), reverse: bool = False,
@@ -312,7 +321,7 @@ class Oracle:
         self.model.train(not twist.no_dropout)
         counters = rows.counters
         if twist.local_rows is not None:
-            counters = [(c - step * self.sequences_per_step) % twist.local_rows for c in counters]
+            counters = [(c - self.rows_of(step)[0]) % twist.local_rows for c in counters]
         with self.dropout.begin(mask_step, counters) if not twist.no_dropout else nullcontext():
             if self.job.model.factory is not None:
                 return self._module_loss(rows)

@@ -131,6 +131,9 @@ class ForecastReport(Callback):
     def on_step_end(self, session: ObservedSession, record: Record) -> None:
         """Say the comparison when enough steps have been measured."""
         assert self._forecast is not None
+        plan = self._assembled.plan
+        if plan.step_sizes.of(record["step"] - 1) < plan.sequences_per_step:  # smaller than the step that is predicted
+            return
         comparison = self._forecast.watch(record, session.rank)
         if comparison is not None:
             session.note(compared(comparison), comparison)

@@ -300,11 +300,12 @@ def check_passes(plan: Plan, data: TokenData) -> None:
     Raises:
         ConfigError: with the steps that they have.
     """
-    job, samples, needed = plan.job, len(data.train), plan.steps * plan.sequences_per_step
+    job, samples, needed = plan.job, len(data.train), plan.step_sizes.samples_before(plan.steps)
     if job.training.epochs is None and any(source.repeat for source in job.data.sources) and needed > samples:
         raise ConfigError(
             f"training.steps={plan.steps} needs {needed:,} samples, and repeat of data.sources gives {samples:,}; use "
-            f"training.epochs 1, at most {samples // plan.sequences_per_step} steps, or weight in the place of repeat"
+            f"training.epochs 1, at most {plan.step_sizes.steps_for(samples + 1) - 1} steps, or weight in the place of "
+            "repeat"
         )
 
 
@@ -320,6 +321,7 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
         layout.data_ranks,
         layout.data_rank,
         total=plan.total_sequences,
+        sizes=plan.step_sizes,
     )
 
 

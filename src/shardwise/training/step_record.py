@@ -31,7 +31,8 @@ def step_record(
     per_second = result.count / seconds
     # What is computed are all positions, whichever of them are trained on.
     reads_rows = plan.job.data.has_rows
-    computed = plan.sequences_per_step * plan.sequence_length / seconds if reads_rows else per_second
+    sequences = plan.sequences_of(progress.step - 1)
+    computed = sequences * plan.sequence_length / seconds if reads_rows else per_second
     tflops = computed * facts.model_flops_per_token(plan.sequence_length) / plan.world.size / 1e12
     peak = plan.job.observe.peak_tflops or peak_tflops(plan.world.accelerator, plan.dtypes.compute)
     record: Record = {
@@ -53,6 +54,8 @@ def step_record(
         record |= {"expert_load": max(result.routers.load.values()), "idle_experts": result.routers.idle}
         record |= {"balancing_loss": result.routers.balancing_loss} if plan.balancing_coefficient else {}
     record |= result.metrics
+    if plan.step_sizes.grow:
+        record["sequences"] = sequences
     if assembled.given_data is not None and assembled.given_data.sources:
         read = sources_read(assembled.given_data, progress)
         record |= {f"passes/{name}": source["passes"] for name, source in read.items()}

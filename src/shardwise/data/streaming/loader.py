@@ -22,7 +22,7 @@ class InOrder(Stream):
         return self.split.stream
 
     def batches_from(self, consumed: int) -> list[Batch]:
-        """The `accumulation` microbatches of this rank in the step that follows `consumed` samples."""
+        """The microbatches of this rank in the step that follows `consumed` samples."""
         self.tokens.advance(self.first_token(consumed))
         return super().batches_from(consumed)
 

@@ -32,6 +32,10 @@ def _too_few(d: Draft) -> bool:
     return not one_stage(d) and d.parallel.pipeline != "simple" and d.accumulation.value < _fewest(d)
 
 
+def _too_few_at_first(d: Draft) -> bool:
+    return not one_stage(d) and d.parallel.pipeline != "simple" and d.accumulations[0] < _fewest(d)
+
+
 def _fewest(d: Draft) -> int:
     """Microbatches that a schedule needs: in a V one for each stage, else one for each rank."""
     return d.stages if d.in_v else d.parallel.pipeline_parallel_degree
@@ -42,9 +46,14 @@ def _takes_turns(d: Draft) -> bool:
     return turns and not one_stage(d) and not d.in_v
 
 
-def _rounds(d: Draft) -> int:
-    """Turns in which a schedule of virtual stages takes the microbatches."""
-    return max(1, d.accumulation.value // d.parallel.pipeline_parallel_degree)
+def _rounds(d: Draft, count: int) -> int:
+    """Turns in which a schedule of virtual stages takes `count` microbatches."""
+    return max(1, count // d.parallel.pipeline_parallel_degree)
+
+
+def _uneven(d: Draft) -> list[int]:
+    """Numbers of microbatches, one for each stage of the batch size at most, that do not divide into their turns."""
+    return [count for count in reversed(d.accumulations) if count % _rounds(d, count)]
 
 
 def _why_not_cut(d: Draft) -> str:
@@ -84,12 +93,22 @@ RULES: tuple[Rule, ...] = (
          f"{'stages' if d.in_v else 'ranks'}",
          use=lambda d: f"use at least {_fewest(d)} (and training.sequences_per_step to hold "
          "them), or parallel.pipeline simple"),
+    Rule("batch-size-pipeline", ("training.batch_size_schedule", DEGREE, "parallel.pipeline"),
+         "a pipeline needs as many microbatches at every stage of the batch size as at the last",
+         _too_few_at_first,
+         fix="begin with more sequences a step, or use a smaller microbatch or pipeline simple",
+         because=lambda d: f"a step of {d.step_sizes.stages[0].sequences} sequences has {d.accumulations[0]} "
+         f"microbatches of {d.microbatch.value} on each rank, fewer than pipeline "
+         f"{'stages' if d.in_v else 'ranks'}",
+         use=lambda d: f"begin with at least {_fewest(d) * d.microbatch.value * d.data_ranks} sequences a step, or use "
+         "a smaller training.microbatch_size or parallel.pipeline simple"),
     Rule("virtual-microbatches", (VIRTUAL, "parallel.pipeline", COUNT),
          "virtual stages, and zero_bubble, take the microbatches in equal turns",
-         lambda d: _takes_turns(d) and d.accumulation.value % _rounds(d),
+         lambda d: _takes_turns(d) and _uneven(d),
          fix="use a multiple of parallel.pipeline_parallel_degree",
-         because=lambda d: f"{d.accumulation.value} microbatches do not divide into {_rounds(d)} turns",
-         use=lambda d: f"use a multiple of {d.parallel.pipeline_parallel_degree}"),
+         because=lambda d: f"{_uneven(d)[0]} microbatches do not divide into {_rounds(d, _uneven(d)[0])} turns",
+         use=lambda d: f"use a multiple of {d.parallel.pipeline_parallel_degree}"
+         + (", at every stage of training.batch_size_schedule" if d.step_sizes.grow else "")),
     Rule("active-microbatches", ("parallel.active_microbatches", "parallel.pipeline"),
          "the schedule has to be able to keep within it",
          lambda d: not one_stage(d) and (d.parallel.active_microbatches or d.in_flight) < d.in_flight,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule
+from shardwise.plan.step_sizes import end_of
 from shardwise.words import one_of
+
+SCHEDULE = "training.batch_size_schedule"
 
 
 def _token_fix(d: Draft) -> str:
@@ -26,6 +31,33 @@ def _accumulation_fix(d: Draft) -> str:
     return f"use gradient_accumulation {one_of(around)}"
 
 
+def _without_end(d: Draft) -> list[int]:
+    """The numbers of the stages of the batch size that end nowhere, or in two places."""
+    stages = enumerate(d.training.batch_size_schedule)
+    return [number for number, stage in stages if (stage.until_samples is None) == (stage.until_tokens is None)]
+
+
+def _empty_stages(d: Draft) -> list[int]:
+    """The numbers of the stages of the batch size that are over before they begin."""
+    ends = [end_of(stage, d.data.sequence_length) for stage in d.training.batch_size_schedule]
+    return [number for number, end in enumerate(ends) if end <= d.step_sizes.stages[number].first_sample]
+
+
+def _not_larger(d: Draft) -> list[tuple[int, int]]:
+    """Sizes of steps that do not grow: of a stage, and of the one behind it."""
+    sizes = [stage.sequences for stage in d.step_sizes.stages]
+    return [(size, later) for size, later in pairwise(sizes) if later <= size]
+
+
+def _smallest(d: Draft) -> int:
+    return d.step_sizes.stages[0].sequences
+
+
+def _is_never_over(d: Draft) -> bool:
+    steps = d.steps.value  # 0: of data that has not been read
+    return d.step_sizes.grow and 0 < steps <= d.step_sizes.stages[-1].first_step
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("epochs-steps", ("training.epochs", "training.steps"), "the length of a run is counted in one of them",
@@ -38,6 +70,41 @@ RULES: tuple[Rule, ...] = (
     Rule("step-size", ("training.tokens_per_step", "training.sequences_per_step", "data.sequence_length"),
          "tokens_per_step is sequences_per_step x sequence_length", _sizes_disagree,
          fix="give one of the first two"),
+    Rule("batch-size-end", (SCHEDULE,), "each stage of the batch size has an end", _without_end,
+         fix="give each stage one of until_samples and until_tokens",
+         because=lambda d: f"number {_without_end(d)[0]} of them is over after samples, or after tokens"),
+    Rule("batch-size-tokens", (SCHEDULE, "data.factory"), "samples of a data.factory have no tokens",
+         lambda d: d.data.factory is not None and any(s.until_tokens for s in d.training.batch_size_schedule),
+         fix="give until_samples"),
+    Rule("batch-size-order", (SCHEDULE,), "each stage of the batch size has a step", _empty_stages,
+         fix="give until_samples that grow from stage to stage; they count all samples of the run",
+         because=lambda d: f"number {_empty_stages(d)[0]} of them is over before it begins, with sample "
+         f"{d.step_sizes.stages[_empty_stages(d)[0]].first_sample}",
+         use=lambda d: "use until_samples of at least "
+         f"{d.step_sizes.stages[_empty_stages(d)[0]].first_sample + 1} there; they count all samples of the run"),
+    Rule("batch-size-grows", (SCHEDULE, "training.sequences_per_step"),
+         "steps grow from stage to stage, and are largest behind the last", _not_larger,
+         fix="put smaller steps first, all of them smaller than training.sequences_per_step",
+         because=lambda d: f"a step of {_not_larger(d)[0][0]} sequences is followed by one of {_not_larger(d)[0][1]}, "
+         f"and steps have to grow, at last to {d.sequences.value}"),
+    Rule("batch-size-run", (SCHEDULE, "training.steps", "training.epochs"), "the run goes on behind the last stage",
+         _is_never_over,
+         fix="use earlier ends, or more steps",
+         because=lambda d: f"the run has {d.steps.value} steps, and steps of {d.sequences.value} sequences begin with "
+         f"step {d.step_sizes.stages[-1].first_step}"),
+    Rule("batch-size-ranks", (SCHEDULE,), "every data rank has to have a sequence at every stage",
+         lambda d: d.step_sizes.grow and _smallest(d) < d.data_ranks <= d.sequences.value,
+         fix="begin with more sequences a step, or use fewer workers",
+         because=lambda d: f"a step of {_smallest(d)} sequences leaves some of the {d.data_ranks} data ranks idle",
+         use=lambda d: f"begin with at least {d.data_ranks} sequences a step, or use at most {_smallest(d)} workers"),
+    Rule("batch-size-microbatch", (SCHEDULE, "training.microbatch_size", "training.gradient_accumulation"),
+         "a microbatch is at most a rank's share of a step at every stage",
+         lambda d: d.step_sizes.grow and d.rows_of_stages[0] < d.microbatch.value <= d.sequences_per_rank,
+         fix="use a smaller microbatch, or begin with more sequences a step",
+         because=lambda d: f"a step of {_smallest(d)} sequences gives each data rank {d.rows_of_stages[0]}, and a "
+         f"microbatch has {d.microbatch.value} at every stage",
+         use=lambda d: f"use training.microbatch_size {d.rows_of_stages[0]} or less, or begin with at least "
+         f"{d.microbatch.value * d.data_ranks} sequences a step"),
     Rule("idle-ranks", ("training.sequences_per_step",), "every data rank has to have a sequence",
          lambda d: d.sequences.value < d.data_ranks,
          fix="use more sequences a step, or fewer workers",

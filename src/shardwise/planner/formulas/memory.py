@@ -225,7 +225,7 @@ class _Step:
         """Forwards that await their backward on this rank; 1 without a pipeline."""
         if not self.stages:
             return 1
-        most = in_flight(self.job.parallel, self.plan.accumulation, self.pipeline)
+        most = max(in_flight(self.job.parallel, count, self.pipeline) for count in self.plan.accumulations)
         return most if self.first else min(most, self.plan.accumulation * len(self.stages) - 1)
 
     @cached_property

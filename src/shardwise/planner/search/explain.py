@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from shardwise.job.axes import Axis
 from shardwise.plan.draft import lookup
 from shardwise.plan.rules import rules
 from shardwise.planner.formulas.axis_traffic import AXIS_TRAFFIC
+from shardwise.planner.formulas.predict import predict
 from shardwise.planner.search.search import Candidate, SearchResult, written_keys
 
 TRAFFIC = tuple(map(str, AXIS_TRAFFIC))  # exposed communication, by axis
@@ -43,12 +45,23 @@ class Budget:
     price: float | None = None
 
     def days(self, candidate: Candidate) -> float | None:
-        return None if self.tokens is None else self.tokens / candidate.tokens_per_second / DAY
+        return None if self.tokens is None else training_seconds(candidate, self.tokens) / DAY
 
     def cost(self, candidate: Candidate) -> float | None:
         """Dollars."""
         days = self.days(candidate)
         return None if days is None or self.price is None else days * 24 * candidate.prediction.ranks * self.price
+
+
+def training_seconds(candidate: Candidate, tokens: float) -> float:
+    """Return the seconds of so many tokens; the smaller steps of a warm-up of the batch size take longer for them."""
+    plan, configuration, seconds = candidate.plan, candidate.configuration, 0.0
+    stages, samples = plan.step_sizes.stages, tokens / plan.sequence_length
+    for (stage, later), count in zip(pairwise(stages), plan.accumulations):
+        steps = max(0.0, min(later.first_sample, samples) - stage.first_sample) / stage.sequences
+        seconds += steps * predict(replace(configuration, accumulation=count)).step_seconds
+    rest = max(0.0, samples - stages[-1].first_sample)
+    return seconds + rest * plan.sequence_length / candidate.tokens_per_second
 
 
 def layout_of(candidate: Candidate) -> str:
