@@ -22,12 +22,21 @@ from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import lookup
 from shardwise.plan.plan import resolve
+from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.planner.constants.inventory import cluster, presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.search.explain import Budget, candidate_data, may_not_fit, times_of, why_not_fit, why_slower
+from shardwise.planner.search.explain import (
+    Budget,
+    candidate_data,
+    may_not_fit,
+    times_of,
+    training_seconds,
+    why_not_fit,
+    why_slower,
+)
 from shardwise.planner.search.remedies import remedies
 from shardwise.planner.search.search import (
     SHOWN,
@@ -120,6 +129,12 @@ def test_budget_is_days_and_dollars() -> None:
     assert budget.days(best) == pytest.approx(1e9 / best.tokens_per_second / 86400)
     assert budget.cost(best) == pytest.approx(budget.days(best) * 24 * 8 * 2.0)  # type: ignore[operator]
     assert candidate_data(best, budget)["days"] == budget.days(best)
+    samples = best.plan.sequences_per_step
+    stages = SizeStage(samples // 2), SizeStage(samples, 10, 5 * samples)
+    growing, step = replace(best, plan=replace(best.plan, step_sizes=StepSizes(stages))), best.prediction.step_seconds
+    assert 5 * step < training_seconds(growing, 5 * samples * best.plan.sequence_length) <= 10 * step
+    tokens = 1e9 - 5 * samples * best.plan.sequence_length  # behind the ten smaller steps
+    assert budget.days(growing) > budget.days(best) > tokens / best.tokens_per_second / 86400  # type: ignore[operator]
 
 
 def test_the_text_names_causes_conventions_and_losers() -> None:

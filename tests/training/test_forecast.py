@@ -13,6 +13,7 @@ import torch
 from shardwise.errors import CapacityError
 from shardwise.job.schema import Job
 from shardwise.observe.report import write_report
+from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.planner.formulas.local import (
     MachineConstants,
     constants_path,
@@ -22,7 +23,7 @@ from shardwise.planner.formulas.local import (
 )
 from shardwise.testing.world import WorldPool
 from shardwise.training import session
-from shardwise.training.forecast import WATCHED, Forecast, compared
+from shardwise.training.forecast import WATCHED, Forecast, ForecastReport, compared
 from shardwise.training.output import claim_output
 from shardwise.training.trainer import train_rank
 from tests.parity.jobs import tensor_job
@@ -84,6 +85,15 @@ def test_the_comparison_is_of_the_median_without_the_first_step() -> None:
     assert record is not None
     assert record["measured_step_seconds"] == 1.0 and record["measured_peak_memory_bytes"] == 800
     assert "2 s predicted (+100.0%)" in compared(record) and "(+25.0%)" in compared(record)
+
+
+def test_steps_that_are_smaller_than_the_predicted_one_are_not_compared() -> None:
+    plan = mock.Mock(sequences_per_step=8, step_sizes=StepSizes((SizeStage(4), SizeStage(8, 2, 8))))
+    report = ForecastReport(mock.Mock(plan=plan), mock.Mock())
+    report._forecast = mock.Mock(watch=mock.Mock(return_value=None))
+    for step in (1, 2, 3):
+        report.on_step_end(mock.Mock(rank=0), {"step": step})
+    report._forecast.watch.assert_called_once_with({"step": 3}, 0)
 
 
 def test_measured_constants_are_read_back_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardwise.errors import DataError, ModelError
 from shardwise.job.schema import Job
+from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import fingerprint
 from shardwise.training.objectives.language_modelling import LanguageModelling
@@ -176,11 +177,20 @@ def test_a_loss_function_that_counts_otherwise_is_refused(counted: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("step", "validation", "says"),
-    [(8, 8, None), (7, 8, "1 padding rows of training.sequences_per_step=7; use 8"), (8, 7, "7 samples, fewer than")],
+    ("first", "step", "validation", "says"),
+    [
+        (4, 8, 8, None),
+        (4, 7, 8, "1 padding rows of training.sequences_per_step=7; use 8"),
+        (4, 8, 7, "7 samples, fewer than"),
+        (3, 8, 8, "1 padding rows of training.sequences_per_step=3 of training.batch_size_schedule; use 4"),
+    ],
 )
-def test_a_modules_own_mean_needs_whole_batches(step: int, validation: int, says: str | None) -> None:
-    plan = mock.Mock(data_ranks=2, microbatch=2, accumulation=2, sequences_per_step=step, total_sequences=None)
+def test_a_modules_own_mean_needs_whole_batches(first: int, step: int, validation: int, says: str | None) -> None:
+    sizes = StepSizes((SizeStage(first), SizeStage(step, 2, 2 * first)))
+    plan = mock.Mock(
+        data_ranks=2, microbatch=2, accumulations=[1, 2], sequences_per_step=step, step_sizes=sizes, steps=4,
+        sequences_of=sizes.of,
+    )  # fmt: skip
     data = mock.Mock(validation=range(validation), sets={})
     with nullcontext() if says is None else pytest.raises(ModelError, match=says):
         check_whole_batches(plan, data)

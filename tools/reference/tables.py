@@ -24,6 +24,7 @@ METRICS = {
     "skipped": "true: gradients were not finite on some rank, and no rank updated anything",
     "data_hash": "hash of all samples so far, equal on any layout: two runs that differ in it have read other data",
     "seconds": "wall time of the step",
+    "sequences": "samples of the step; with `training.batch_size_schedule` only",
     "stream_tokens_per_second": "tokens of a stream that rank 0's host has made ahead, a second; streams only",
     "stream_waited_seconds": "seconds for which rank 0 has waited for the stream so far; streams only",
     "stream_skipped_shards": "damaged shards passed over so far, with `data.on_bad_files: skip`; streams only",

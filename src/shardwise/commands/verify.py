@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -153,6 +153,7 @@ def verify_rank(job: Job, device: torch.device, steps: int = 3, facts: ModelFact
         report.label(str(layout_job.precision.compute))
     if layout_job is None or _agreed(report.agrees, device):
         _verify_precision(job, device, facts, data, steps, report, layout_job is None)
+    report.notes += _stage_notes(job, steps)
     return report if dist.get_rank() == 0 else None
 
 
@@ -227,6 +228,7 @@ def _against_recording(
     session = _session(job, device, facts, prepare_data(job, facts), steps)
     report = VerifyReport(_title(session.assembled, "another layout"), notes=list(notes))
     _compare(session, steps, lambda: RecordedReference(session.plan, Path(directory), report), report)
+    report.notes += _stage_notes(job, steps)
     return report if dist.get_rank() == 0 else None
 
 
@@ -254,6 +256,12 @@ def _one_step_each(job: Job) -> list[BatchSizeStage]:
     ends = accumulate(stage.sequences_per_step for stage in stages)
     changes = [{"until_samples": end, "until_tokens": None} for end in ends]
     return [stage.model_copy(update=change) for stage, change in zip(stages, changes, strict=True)]
+
+
+def _stage_notes(job: Job, steps: int) -> Iterator[str]:
+    if stages := len(job.training.batch_size_schedule):
+        further = f"; --steps {stages + 1} compares them all, and a step behind them" if stages >= steps else ""
+        yield f"Each stage of training.batch_size_schedule lasts one step here{further}."
 
 
 def _compare(session: Session, steps: int, make_reference: Callable[[], Any], report: VerifyReport) -> None:
@@ -284,9 +292,6 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
                 break
             if compared == steps:
                 break
-    if stages := len(session.job.training.batch_size_schedule):
-        further = f" --steps {stages + 1} compares them all, and a step behind them." if stages >= steps else ""
-        report.notes.append(f"Each stage of training.batch_size_schedule lasts one step here.{further}")
     if overflows:
         report.notes.append(f"{overflows} steps overflowed while the fp16 loss scale found its place.")
     for probability in rates.ours:

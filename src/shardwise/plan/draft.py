@@ -332,7 +332,7 @@ class Draft:
     @cached_property
     def rows_of_stages(self) -> list[int]:
         """Sequences a rank in a step of each stage of the batch size."""
-        return [-(-stage.sequences // self.data_ranks) for stage in self.step_sizes.stages]
+        return [-(-size // self.data_ranks) for size in self.step_sizes.sizes]
 
     @cached_property
     def accumulations(self) -> list[int]:
@@ -391,7 +391,7 @@ class Draft:
         sizes = self.step_sizes
         steps = sizes.steps_for(epochs * size)
         left = epochs * size - sizes.samples_before(steps - 1)
-        a_step = listed(str(stage.sequences) for stage in sizes.stages)
+        a_step = listed(map(str, sizes.sizes))
         rule = f"{epochs} epoch{'s' * (epochs > 1)} x {size:,} training sequences / {a_step} a step"
         return DerivedNumber(steps, f"{rule}, the last step with {left}" if left < sizes.of(steps - 1) else rule)
 
@@ -416,8 +416,8 @@ class Draft:
     @cached_property
     def padding_of_stages(self) -> list[int]:
         """The same in each stage of the batch size."""
-        stages = zip(self.accumulations, self.step_sizes.stages, strict=True)
-        return [self.microbatch.value * count * self.data_ranks - stage.sequences for count, stage in stages]
+        stages = zip(self.accumulations, self.step_sizes.sizes, strict=True)
+        return [self.microbatch.value * count * self.data_ranks - size for count, size in stages]
 
 
 def stages_of_a_rank(parallel: ParallelSection) -> int:

@@ -127,7 +127,7 @@ class Plan:
     @property
     def accumulations(self) -> list[int]:
         """Microbatches of a step on each rank in each stage of the batch size."""
-        return [self._accumulation(stage.sequences) for stage in self.step_sizes.stages]
+        return [self._accumulation(size) for size in self.step_sizes.sizes]
 
     def _accumulation(self, sequences: int) -> int:
         whole = sequences == self.sequences_per_step
@@ -533,11 +533,11 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
             f"{draft.sequences.value} sequences do not divide evenly over {draft.data_ranks} data ranks x "
             f"{draft.accumulation.value} microbatches of {draft.microbatch.value}."
         )
-    for stage, padding in zip(draft.step_sizes.stages[:-1], draft.padding_of_stages):
+    for size, padding in zip(draft.step_sizes.sizes[:-1], draft.padding_of_stages):
         if padding:
             yield (
-                f"training.batch_size_schedule: {padding} of {padding + stage.sequences} rows of its steps of "
-                f"{stage.sequences} sequences are padding, computed but not counted."
+                f"training.batch_size_schedule: {padding} of {padding + size} rows of its steps of {size} sequences "
+                "are padding, computed but not counted."
             )
 
 

@@ -32,6 +32,11 @@ class StepSizes:
         """True where steps are not all of one size."""
         return len(self.stages) > 1
 
+    @property
+    def sizes(self) -> list[int]:
+        """Sequences of a step of each stage."""
+        return [stage.sequences for stage in self.stages]
+
     def after(self, samples: int) -> int:
         """Return the sequences of the step that follows `samples` of them."""
         return self._stage_at(samples).sequences

@@ -164,8 +164,8 @@ class Session:
             )
         if data is None and job.training.batch_size_schedule:
             raise ConfigError(
-                "training.batch_size_schedule says how many samples of the data a step reads, and this session has none; "
-                "leave it out, and bring as many microbatches to each step as you want"
+                "training.batch_size_schedule says how many samples of the data a step reads, and this session has "
+                "none; leave it out, and bring as many microbatches to each step as you want"
             )
         if data is None and (job.evaluation.sets or job.evaluation.answers):
             raise ConfigError("evaluation.sets and evaluation.answers are of a job's data, and this session has none")

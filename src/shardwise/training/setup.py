@@ -273,17 +273,19 @@ def check_whole_batches(plan: Plan, data: TokenData) -> None:
     Raises:
         ModelError: a step's samples do not divide, or the validation set is smaller than one step.
     """
-    rows = plan.data_ranks * plan.microbatch * plan.accumulation
     remedy = "give model.loss=package.module:function(output, batch) -> (sum, count)"
-    if rows != plan.sequences_per_step:
+    for size, count in zip(plan.step_sizes.sizes, plan.accumulations, strict=True):
+        rows = plan.data_ranks * plan.microbatch * count
+        if rows != size:
+            where = "" if size == plan.sequences_per_step else " of training.batch_size_schedule"
+            raise ModelError(
+                f"the module returns a mean loss, which cannot leave out {rows - size} padding rows of "
+                f"training.sequences_per_step={size}{where}; use {rows}, or {remedy}"
+            )
+    size, left = plan.step_sizes.of(plan.steps - 1), plan.sequences_of(plan.steps - 1)
+    if left < size:
         raise ModelError(
-            f"the module returns a mean loss, which cannot leave out {rows - plan.sequences_per_step} padding rows of "
-            f"training.sequences_per_step={plan.sequences_per_step}; use {rows}, or {remedy}"
-        )
-    if (plan.total_sequences or 0) % plan.sequences_per_step:
-        raise ModelError(
-            f"training.epochs={plan.job.training.epochs}: the last step holds "
-            f"{(plan.total_sequences or 0) % plan.sequences_per_step} of {plan.sequences_per_step} samples, and a mean "
+            f"training.epochs={plan.job.training.epochs}: the last step holds {left} of {size} samples, and a mean "
             f"loss cannot leave out padding; use training.steps, or {remedy}"
         )
     for name, split in {"the validation set": data.validation, **data.sets}.items():

@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
          "a pipeline needs as many microbatches at every stage of the batch size as at the last",
          _too_few_at_first,
          fix="begin with more sequences a step, or use a smaller microbatch or pipeline simple",
-         because=lambda d: f"a step of {d.step_sizes.stages[0].sequences} sequences has {d.accumulations[0]} "
+         because=lambda d: f"a step of {d.step_sizes.sizes[0]} sequences has {d.accumulations[0]} "
          f"microbatches of {d.microbatch.value} on each rank, fewer than pipeline "
          f"{'stages' if d.in_v else 'ranks'}",
          use=lambda d: f"begin with at least {_fewest(d) * d.microbatch.value * d.data_ranks} sequences a step, or use "

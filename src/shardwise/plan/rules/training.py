@@ -45,12 +45,11 @@ def _empty_stages(d: Draft) -> list[int]:
 
 def _not_larger(d: Draft) -> list[tuple[int, int]]:
     """Sizes of steps that do not grow: of a stage, and of the one behind it."""
-    sizes = [stage.sequences for stage in d.step_sizes.stages]
-    return [(size, later) for size, later in pairwise(sizes) if later <= size]
+    return [(size, later) for size, later in pairwise(d.step_sizes.sizes) if later <= size]
 
 
 def _smallest(d: Draft) -> int:
-    return d.step_sizes.stages[0].sequences
+    return d.step_sizes.sizes[0]
 
 
 def _is_never_over(d: Draft) -> bool:

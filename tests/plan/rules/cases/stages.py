@@ -12,6 +12,7 @@ def mapped(*stages: int) -> dict[str, Any]:
     return staged(auto_partition=False, partition={f"layers.{i}": stage for i, stage in enumerate(stages)})
 
 
+SMALL = [{"sequences_per_step": 4, "until_samples": 8}]
 CASES = {
     **{
         f"{key.replace('_', '-')}-without-stages": case(
@@ -49,6 +50,11 @@ CASES = {
         {**staged(), "training": {"gradient_accumulation": 1}},
         {**staged(pipeline="simple"), "training": {"gradient_accumulation": 1}},
         "use at least 2",
+    ),
+    "batch-size-pipeline": case(
+        {**staged(), "training": {"microbatch_size": 2, "batch_size_schedule": SMALL}},
+        {**staged(), "training": {"microbatch_size": 1, "batch_size_schedule": SMALL}},
+        "has 1 microbatches of 2 on each rank, fewer than pipeline ranks; begin with at least 8 sequences",
     ),
     "virtual-microbatches": case(
         {**staged(virtual_pipeline_degree=2), "training": {"gradient_accumulation": 5, "microbatch_size": 1}},
