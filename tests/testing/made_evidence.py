@@ -70,6 +70,7 @@ def made_plan(data_ranks: int = 2, accumulation: int = 2, job: Any = None, **deg
         degrees={axis: degrees.get(axis.name.lower(), 1) for axis in Axis},
         data_ranks=data_ranks,
         accumulation=accumulation,
+        accumulation_of=lambda step: accumulation,
         microbatch=1,
         reference=False,
         dtypes=SimpleNamespace(compute="fp64"),

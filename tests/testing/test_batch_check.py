@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import Batch
+from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.testing.batch_check import find_misread
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows
 from tests.testing.made_evidence import captured, made_plan
@@ -48,6 +49,7 @@ RIGHT = ([[7, 8], [11, 12]], [[9, 10], [13, 7]])
 def misread(ours: Any) -> Any:
     plan = made_plan()
     plan.microbatch, plan.sequences_per_step, plan.sequences_of = 2, SIZE, lambda step: SIZE
+    plan.step_sizes = StepSizes((SizeStage(SIZE),))
     return find_misread(plan, Corpus(), ours)
 
 
@@ -102,6 +104,7 @@ def test_a_mask_that_is_wrong_is_named(trained: list[bool], fault: str, words: s
     labels[:, 2] = torch.where(labels[:, 2] != NOT_COUNTED, 5, NOT_COUNTED)
     plan = made_plan()
     plan.microbatch, plan.sequences_per_step, plan.sequences_of = 2, SIZE, lambda step: SIZE
+    plan.step_sizes = StepSizes((SizeStage(SIZE),))
     ours = fed(*RIGHT)
     ours.batches[0][0] = replace(ours.batches[0][0], labels=labels)
     found = find_misread(plan, Answers(), ours)
