@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from shardwise.job.schema import BatchSizeStage, TrainingSection
+from shardwise.job.batch_size import BatchSizeStage
+from shardwise.job.schema import TrainingSection
 from shardwise.plan.step_sizes import step_sizes
 
 

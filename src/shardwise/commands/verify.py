@@ -32,7 +32,8 @@ from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, LegalityError, MachineError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis
-from shardwise.job.schema import BatchSizeStage, EvaluationSection, Job, PrecisionSection
+from shardwise.job.batch_size import BatchSizeStage
+from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import refuse_unguarded_script

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from shardwise.job.attention_kernels import KERNELS
+from shardwise.job.batch_size import BatchSizeStage
 from shardwise.job.data_section import DataSection
 from shardwise.job.launch_section import LaunchSection
 from shardwise.job.optimizer_section import OptimizerSection
@@ -355,21 +356,6 @@ class DpoSection(Section):
         default=False,
         description="Log-probabilities by the reference are computed for all pairs ahead of the first step, and kept "
         "in `data.cache_directory`. Steps then run no reference, and no copy of the model is made.",
-    )
-
-
-class BatchSizeStage(Section):
-    """The size of the steps at the beginning of a run, until it has read so many samples."""
-
-    sequences_per_step: Positive = Field(strict=True, description="Global sequences (samples) of each of its steps.")
-    until_samples: Positive | None = Field(
-        default=None,
-        strict=True,
-        description="Samples of the run with which it is over, those of earlier stages included; the step that reaches "
-        "them is its last.",
-    )
-    until_tokens: Positive | None = Field(
-        default=None, strict=True, description="The same in tokens, `data.sequence_length` for each sample."
     )
 
 

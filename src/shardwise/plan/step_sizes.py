@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.job.schema import BatchSizeStage, TrainingSection
+from shardwise.job.batch_size import BatchSizeStage
+from shardwise.job.schema import TrainingSection
 
 
 @dataclass(frozen=True)
