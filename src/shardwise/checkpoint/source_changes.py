@@ -25,10 +25,11 @@ def source_changes(written: Mapping[str, Any], now: Mapping[str, Any], path: str
         )
     if changed:
         one = changed[0]
+        shard = _other_shard(before[one].get("shards") or {}, sources[one].get("shards") or {})
+        what = shard or f"{_in_words(before[one])}; now {_in_words(sources[one])}"
         raise CheckpointError(
-            f"{path}: source {one!r} of data.sources holds something else than in the checkpoint ("
-            f"{_in_words(before[one])}; now {_in_words(sources[one])}); restore its files and its keys, or give what "
-            "it holds now a name of its own, and set checkpoint.change_sources"
+            f"{path}: source {one!r} of data.sources holds something else than in the checkpoint ({what}); restore its "
+            "files and its keys, or give what it holds now a name of its own, and set checkpoint.change_sources"
         )
     notes = list(_differences(before, sources))
     if notes and not may_change:
@@ -39,12 +40,23 @@ def source_changes(written: Mapping[str, Any], now: Mapping[str, Any], path: str
     return [f"data.sources: {note}" for note in notes]
 
 
-def _content(source: Mapping[str, Any]) -> tuple[Any, Any]:
-    return source.get("content"), source.get("sequences")
+def _content(source: Mapping[str, Any]) -> tuple[Any, ...]:
+    return source.get("content"), source.get("sequences"), source.get("shards")
 
 
 def _in_words(source: Mapping[str, Any]) -> str:
-    return f"{source.get('corpus')}, {source.get('sequences')} sequences, hash {source.get('content')}"
+    size = source.get("sequences")
+    return f"{source.get('corpus')}, {'' if size is None else f'{size} sequences, '}hash {source.get('content')}"
+
+
+def _other_shard(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return which shard of a stream is another than it was; empty where all are the same."""
+    names = sorted(before.keys() | now.keys())
+    other = [name for name in names if before.get(name) != now.get(name)] if before and now else []
+    if not other:
+        return ""
+    was, is_now = before.get(other[0], "not there"), now.get(other[0], "gone")
+    return f"shard {other[0]} is {is_now}, and was {was} (bytes, and time or version)"
 
 
 def _differences(before: Mapping[str, Any], sources: Mapping[str, Any]) -> Iterator[str]:

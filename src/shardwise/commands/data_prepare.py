@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError, OutputError
-from shardwise.words import say_note
+from shardwise.words import listed, say_note
 
 if TYPE_CHECKING:
     from shardwise.job.data_section import DataSection
@@ -54,8 +54,10 @@ def _refuse_data(data: DataSection, output: str | None) -> None:
     """
     if data.factory is not None:
         raise ConfigError(f"data.factory={data.factory!r} gives tensors, which are not tokenized; give a corpus")
-    if data.streaming:
-        raise ConfigError("data.streaming tokenizes while a model is trained; leave it out to tokenize now")
+    if data.has_streams:
+        names = [source.label for source in data.sources if source.streaming]
+        what = f"streaming of data.sources, {listed(names)}," if names else "data.streaming"
+        raise ConfigError(f"{what} tokenizes while a model is trained; leave it out to tokenize now")
     if output is not None and data.sources:
         raise ConfigError(
             f"--output={output!r} takes one corpus, and data.sources has {len(data.sources)}; prepare each by itself "

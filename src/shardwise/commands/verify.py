@@ -318,8 +318,6 @@ def _source(job: Job, data: TokenData) -> Source:
     """Return the oracle's reader of the training samples."""
     if data.sources:
         return MixtureSource(job, {source.name: _reader(source.job, source.data) for source in data.sources})
-    if data.streamed is not None:
-        return StreamSource(job, data.tokenizer_directory)
     if data.directory is None:
         return FactorySource(job)
     return _reader(job, data)
@@ -327,6 +325,8 @@ def _source(job: Job, data: TokenData) -> Source:
 
 def _reader(job: Job, data: TokenData) -> CorpusReader:
     """Return the oracle's reader of one corpus."""
+    if data.streams:
+        return StreamSource(job, data.tokenizer_directory)
     if job.data.has_rows:
         return RowSource(job, str(data.tokenizer_directory))
     return TokenSource(job, Path(str(data.directory)))

@@ -33,6 +33,9 @@ from shardwise.words import nearest_file
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # files that datasets.save_to_disk writes
+KEYS_OF_SOURCE = (
+    "path", "format", "field", "filter", "streaming", "dataset", "dataset_config", "dataset_split", "dataset_revision",
+)  # fmt: skip
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -162,8 +165,8 @@ def data_of_source(data: DataSection, source: DataSource) -> DataSection:
     Raises:
         ConfigError: its keys contradict each other.
     """
-    keys = {key: getattr(source, key) for key in ("path", "format", "field", "filter")}
-    if source.path is None and source.format == "auto":
+    keys = {key: getattr(source, key) for key in KEYS_OF_SOURCE}
+    if source.path is None and source.dataset is None and source.format == "auto":
         raise ConfigError(
             f"data.sources: {source.label or 'a source'} has neither path nor format; give its path, or format stdlib"
         )

@@ -19,8 +19,7 @@ import torch
 from shardwise.data.batch import IGNORED, Batch, batch_digest
 from shardwise.data.mixture import Mixture
 from shardwise.data.order import order
-from shardwise.data.packing import Windows
-from shardwise.data.split import TokenStream
+from shardwise.data.packing import is_stream
 from shardwise.plan.step_sizes import SizeStage, StepSizes
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
@@ -40,8 +39,7 @@ class Split(Protocol):
 
 def is_in_order(split: Split) -> bool:
     """Return whether a split has an order of its own: a mixture, or a stream."""
-    is_stream = isinstance(split, Windows) and not isinstance(split.stream, TokenStream)
-    return is_stream or isinstance(split, Mixture)
+    return is_stream(split) or isinstance(split, Mixture)
 
 
 def training_index(split: Split, seed: int, counter: int) -> int:

@@ -2,8 +2,9 @@
 
 Exact definition. Sample c of training is of the source that `shares.Assignment` gives it. If n samples before it are of
 that source, then it is that source's sequence order(s, n, size), where s is the first eight bytes of the BLAKE2b of the
-text "seed:name", little endian, halved. A source that a changed mixture goes on with has read more before: those count
-in n too. Held-out sample c is of the same source, and there sequence n modulo the number of its held-out sequences.
+text "seed:name", little endian, halved; and of a source that is a stream window n, as if it was trained on alone. A
+source that a changed mixture goes on with has read more before: those count in n too. Held-out sample c is of the same
+source, and there sequence n modulo the number of its held-out sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from shardwise.data.batch import Batch, in_order
 from shardwise.data.order import order
 from shardwise.data.packed_rows import PackedRows
-from shardwise.data.packing import Windows
+from shardwise.data.packing import ENDLESS, Windows, is_stream
 from shardwise.data.shares import Assignment
 
 
@@ -43,7 +44,8 @@ class Mixture:
 
     def __len__(self) -> int:
         """The samples of an epoch, or without one the sequences of all sources."""
-        return sum(self.assignment.epoch if not self.is_held_out else ()) or sum(map(len, self.splits))
+        of_all = sum(self.assignment.epoch if not self.is_held_out else ()) or sum(map(len, self.splits))
+        return min(of_all, ENDLESS)
 
     @property
     def sequence_length(self) -> int:
@@ -64,6 +66,8 @@ class Mixture:
         number, size = self.counts(sample)[source], len(self.splits[source])
         if self.is_held_out:
             return source, number % size
+        if is_stream(self.splits[source]):
+            return source, number
         return source, order(source_seed(self.seed, self.names[source]), number, size)
 
     def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:

@@ -27,10 +27,11 @@ import torch
 
 from shardwise.data.batch import IGNORED, Batch
 from shardwise.data.order import order
-from shardwise.data.split import TokenCorpus, Tokens, split_tokens
+from shardwise.data.split import TokenCorpus, Tokens, TokenStream, split_tokens
 from shardwise.errors import DataError
 
 COUNT_BLOCK = 1 << 22
+ENDLESS = 1 << 62  # windows of a stream, which begins again where it ends
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,11 @@ class Windows:
         end = self.extra + windows * size
         for start in range(self.extra, end, COUNT_BLOCK):
             yield start, min(end, start + COUNT_BLOCK)
+
+
+def is_stream(split: object) -> bool:
+    """Return whether a split is windows of tokens that are read as they are trained on, and only forward."""
+    return isinstance(split, Windows) and not isinstance(split.stream, TokenStream)
 
 
 def split_windows(

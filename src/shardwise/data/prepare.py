@@ -18,8 +18,7 @@ from shardwise.cache import cache_root
 from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.evaluation_sets import open_sets
 from shardwise.data.factory import open_samples
-from shardwise.data.loader import EVALUATION
-from shardwise.data.packing import Masking, Spans, Windows, split_windows
+from shardwise.data.packing import ENDLESS, Masking, Spans, Windows, split_windows
 from shardwise.data.parallel_tokenize import parts_removed_if_refused, remove_parts
 from shardwise.data.row_cache import prepare_rows
 from shardwise.data.shared_manifest import find_shared
@@ -160,7 +159,7 @@ def _from_stream(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
         "spans": _spans(job, stream.facts),
         "isolate_documents": job.data.isolate_documents,
     }
-    train = Windows(stream.training_tokens(), EVALUATION, job.data.sequence_length, **options)
+    train = Windows(stream.training_tokens(), ENDLESS, job.data.sequence_length, **options)
     validation, known = stream.validation(say, train.extra)
     return TokenData(
         train=train,

@@ -6,9 +6,9 @@ One tokenizer is for all: the job's, or one that is trained on equally many char
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwise.data.corpus import Corpus, data_of_source, find_corpus
 from shardwise.data.mixture import Mixture
@@ -17,6 +17,8 @@ from shardwise.data.packing import Windows
 from shardwise.data.shared_manifest import SharedTokens, find_shared
 from shardwise.data.shares import Assignment
 from shardwise.data.store import digest
+from shardwise.data.streaming.prepare import StreamCorpus, default_workers, find_stream
+from shardwise.data.streaming.tokens import StreamedTokens
 from shardwise.data.token_data import SourceFacts, TokenData
 from shardwise.data.tokenizer import find_tokenizer
 from shardwise.errors import ConfigError, DataError
@@ -25,6 +27,7 @@ from shardwise.job.mixture import fault_of, is_weighted, weights_by_sample
 from shardwise.job.schema import Job
 
 Result = TypeVar("Result")
+Found = Corpus | SharedTokens | StreamCorpus
 
 
 @dataclass(frozen=True)
@@ -57,24 +60,34 @@ def prepare_sources(
     if fault := fault_of(job):
         raise ConfigError(f"data.sources: {fault.because}; {fault.fix}")
     ordered = sorted(job.data.sources, key=lambda source: source.label)
-    corpora = [_within(source, partial(_corpus_or_tokens, job, source)) for source in ordered]
+    corpora = [_within(source, partial(_found, job, source)) for source in ordered]
     _check_kinds(job, ordered, corpora)
     _check_vocabularies(ordered, corpora)
     tokenizer = _common_tokenizer(job, corpora, model_vocabulary, say)
+    streams = sum(source.streaming for source in ordered)
     prepared = []
     for source, corpus in zip(ordered, corpora, strict=True):
-        data = data_of_source(job.data, source).model_copy(update=tokenizer | {"format": _format_of(corpus)})
-        own = job.model_copy(update={"data": data})
-        prepared.append(_Prepared(source.label, source, own, _within(source, partial(read, own))))
+        keys: dict[str, Any] = {"format": _format_of(corpus)}
+        if isinstance(corpus, StreamCorpus):  # read as the job says, by its share of the processes
+            keys = {"num_workers": job.data.num_workers or max(1, default_workers() // streams)}
+        own = job.model_copy(update={"data": data_of_source(job.data, source).model_copy(update=tokenizer | keys)})
+        prepared.append(_Prepared(source.label, source, own, _named(source, _within(source, partial(read, own)))))
     return _joined(job, prepared)
 
 
-def _corpus_or_tokens(job: Job, source: DataSource) -> Corpus | SharedTokens:
+def _found(job: Job, source: DataSource) -> Found:
     data = data_of_source(job.data, source)
-    return find_shared(data) or find_corpus(data)
+    return find_stream(data) if source.streaming else find_shared(data) or find_corpus(data)
 
 
-def _format_of(corpus: Corpus | SharedTokens) -> str:
+def _named(source: DataSource, data: TokenData) -> TokenData:
+    """Return the data of a source, whose stream, if it is one, knows its name for what it has to say."""
+    if not isinstance(data.train, Windows) or not isinstance(data.train.stream, StreamedTokens):
+        return data
+    return replace(data, train=replace(data.train, stream=data.train.stream.named(source.label)))
+
+
+def _format_of(corpus: Found) -> str:
     return "tokens" if isinstance(corpus, SharedTokens) else corpus.format
 
 
@@ -86,7 +99,7 @@ def _within(source: DataSource, read: Callable[[], Result]) -> Result:
         raise type(error)(f"data.sources, {source.label}: {error}") from error
 
 
-def _check_kinds(job: Job, sources: Sequence[DataSource], corpora: Sequence[Corpus | SharedTokens]) -> None:
+def _check_kinds(job: Job, sources: Sequence[DataSource], corpora: Sequence[Found]) -> None:
     """Refuse sources that cannot stand in one batch.
 
     Raises:
@@ -107,7 +120,7 @@ def _check_kinds(job: Job, sources: Sequence[DataSource], corpora: Sequence[Corp
     )  # fmt: skip
 
 
-def _check_vocabularies(sources: Sequence[DataSource], corpora: Sequence[Corpus | SharedTokens]) -> None:
+def _check_vocabularies(sources: Sequence[DataSource], corpora: Sequence[Found]) -> None:
     """Refuse directories of `shardwise data prepare` whose tokens are of two tokenizers.
 
     Raises:
@@ -128,10 +141,10 @@ def _has_tokenizer(job: Job) -> bool:
 
 
 def _common_tokenizer(
-    job: Job, corpora: Sequence[Corpus | SharedTokens], model_vocabulary: int | None, say: Callable[[str], None]
+    job: Job, corpora: Sequence[Found], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> dict[str, str]:
     """Return the key that names the tokenizer trained on all sources; none where there is another, or no text."""
-    texts = [corpus for corpus in corpora if isinstance(corpus, Corpus)]
+    texts = [corpus for corpus in corpora if not isinstance(corpus, SharedTokens)]
     if _has_tokenizer(job) or _format_of(corpora[0]) == "tokens":
         return {}
     trained = find_tokenizer(job, texts, model_vocabulary, say)

@@ -2,7 +2,8 @@
 
 The order of samples is a pure function of the seed and a counter (`data/order.py`), so the state is integers, the same
 on any number of ranks and for any size of batch: the samples consumed, and for a mixture those of each source too. The
-latter follow from the former by the weights, unless these were others before.
+latter follow from the former by the weights, unless these were others before. Streams add where they are read from
+(`data/streaming/loader.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ConsumedSources(ConsumedSamples):
     def __init__(self, stream: Stream, mixture: Mixture) -> None:
         super().__init__(stream)
         self._mixture = stream.split = mixture
-        self._others: dict[str, int] = {}  # counts of sources that are left out now
+        self._others: dict[str, int] = {}  # counts, and positions, of sources that are left out now
 
     def state_dict(self) -> dict[str, int]:
         """Return the samples consumed by all ranks, in all and of each source."""

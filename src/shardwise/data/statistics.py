@@ -51,7 +51,9 @@ def _columns(data: TokenData) -> tuple[Column, Column, Column]:
     if not isinstance(data.train, Windows):
         raise ConfigError("data.factory gives tensors, which have no tokens to count")
     if not isinstance(data.train.stream, TokenStream):
-        raise ConfigError("data.streaming reads the corpus in training, so that nothing is counted; leave it out here")
+        raise ConfigError(
+            f"{data.corpus} is read in training, so that nothing is counted; leave its streaming out here"
+        )
     corpus = data.train.stream.corpus
     return corpus.tokens, corpus.documents, corpus.hashes
 

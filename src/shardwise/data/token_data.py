@@ -12,6 +12,7 @@ from shardwise.data.mixture import Mixture
 from shardwise.data.packed_rows import PackedRows, RowCounts
 from shardwise.data.packing import Windows, entropy
 from shardwise.data.split import TokenStream
+from shardwise.data.streaming.loader import streamed_tokens
 from shardwise.data.streaming.tokens import StreamedTokens
 from shardwise.job.schema import Job
 
@@ -36,8 +37,9 @@ class SourceFacts:
         return {
             "corpus": self.data.corpus,
             "content": self.data.content,
-            "sequences": len(self.data.train),
+            "sequences": None if self.data.streams else len(self.data.train),
             "repeat" if isinstance(self.measure, float) else "weights": self.measure,
+            **self.data.shards,
         }
 
 
@@ -72,10 +74,17 @@ class TokenData:
     sources: tuple[SourceFacts, ...] = ()
 
     @property
-    def streamed(self) -> StreamedTokens | None:
-        """The tokens that are read as they are trained on; None of data that was tokenized before."""
-        stream = self.train.stream if isinstance(self.train, Windows) else None
-        return stream if isinstance(stream, StreamedTokens) else None
+    def streams(self) -> dict[str, StreamedTokens]:
+        """The tokens that are read as they are trained on, by the source that they are of; "" of one corpus."""
+        return streamed_tokens(self.train)
+
+    @property
+    def shards(self) -> dict[str, dict[str, str]]:
+        """What tells the shards of a stream from others, under one key; nothing of other data."""
+        if self.sources or not self.streams:
+            return {}
+        [stream] = self.streams.values()
+        return {"shards": {shard.name: f"{shard.size} {shard.stamp}" for shard in stream.definition.shards}}
 
     @cached_property
     def unigram_entropy(self) -> float | None:
@@ -135,9 +144,9 @@ class TokenData:
             }
         if self.sources:
             facts["sources"] = {source.name: source.describe() for source in self.sources}
-        if self.streamed is not None:  # how much there is nobody has counted
+        if self.streams:  # how much there is nobody has counted
             facts |= {"documents": None, "training_sequences": None, "tokens": None}
-            facts["shards"] = {shard.name: f"{shard.size} {shard.stamp}" for shard in self.streamed.definition.shards}
+        facts |= self.shards
         if isinstance(self.train, PackedRows) and self.row_counts is not None:
             facts |= self.row_counts._asdict() | {"training_padding": self.train.padding}
         return facts

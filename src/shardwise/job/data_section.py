@@ -18,6 +18,7 @@ SourceFormat = Literal[
     "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "chat", "prompt_completion", "preference"
 ]
 ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
+STREAMED_FORMATS = ("auto", "jsonl", "parquet", "dataset", "tokens")
 Weight = Annotated[float, Field(ge=0, strict=True)]
 Plain = str | int | float | bool
 Filter = OwnObject | dict[str, Plain | list[Plain] | dict[Literal["min", "max"], float]] | None
@@ -29,12 +30,21 @@ class DataSource(Section):
     name: SetName | None = Field(
         default=None,
         description="Of its metric `validation_loss/NAME`, its counts and its state in checkpoints; unset: the last "
-        "part of `path` without its ending.",
+        "part of `path` without its ending, or of `dataset`.",
     )
     path: UserPath | None = Field(default=None, description="As `data.path`.")
     format: SourceFormat = Field(default="auto", description="As `data.format`. All sources hold documents, or rows.")
     field: str = Field(default="text", description="Column that holds the text.")
     filter: Filter = Field(default=None, description="As `data.filter`.")
+    streaming: bool = Field(
+        default=False,
+        description="As `data.streaming`: it is read while the model is trained. Every source then has a weight. The "
+        "keys of streams beside `sources` are for each of them.",
+    )
+    dataset: str | None = Field(default=None, min_length=1, description="As `data.dataset`.")
+    dataset_config: str | None = Field(default=None, description="As `data.dataset_config`.")
+    dataset_split: str = Field(default="train", min_length=1, description="As `data.dataset_split`.")
+    dataset_revision: str | None = Field(default=None, description="As `data.dataset_revision`.")
     weight: Weight | None = Field(
         default=None,
         description="Its share of the samples, relative to the weights of the others; it is read as often as needed.",
@@ -50,6 +60,8 @@ class DataSource(Section):
         """Its name, given or made of its path; empty where there is none."""
         if self.name is not None:
             return self.name
+        if self.dataset is not None:
+            return self.dataset.rpartition("/")[2]
         return self.format if self.path is None else Path(self.path.rpartition(":")[2]).name.partition(".")[0]
 
 
@@ -194,6 +206,11 @@ class DataSection(Section):
     cache_directory: UserPath | None = Field(
         default=None, description="Where tokenizers and tokens are cached; unset: `$XDG_CACHE_HOME/shardwise`."
     )
+
+    @property
+    def has_streams(self) -> bool:
+        """True where the data, or one of the sources, are read while the model is trained on them."""
+        return self.streaming or any(source.streaming for source in self.sources)
 
     @property
     def row_formats(self) -> list[str]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwise.job.data_section import CurriculumStage, DataSection
+from shardwise.job.data_section import ROW_FORMATS, STREAMED_FORMATS, CurriculumStage, DataSection, DataSource
 from shardwise.job.schema import Job
 from shardwise.words import listed, nearest
 
 RAREST = 65_536_000  # one sample in so many is the smallest share
+HUB_KEYS = ("dataset_config", "dataset_split", "dataset_revision")
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -55,6 +56,8 @@ def fault_of(job: Job) -> SourceFault | None:
 def _faults(job: Job) -> Iterator[SourceFault]:
     yield from _name_faults(job)
     yield from _measure_faults(job.data)
+    for source in job.data.sources:
+        yield from _stream_faults(source) if source.streaming else _hub_faults(source)
     yield from _curriculum_faults(job.data)
     if is_weighted(job.data):
         yield from _weight_faults(job.data)
@@ -99,6 +102,51 @@ def _measure_faults(data: DataSection) -> Iterator[SourceFault]:
             yield SourceFault(
                 f"{listed(own)} has a {key} and {listed(others)} has none", f"give every source a {key}, or none"
             )
+
+
+def _stream_faults(source: DataSource) -> Iterator[SourceFault]:
+    """Yield what is wrong with a source that is a stream."""
+    if (source.path is None) == (source.dataset is None):
+        yield SourceFault(
+            f"{source.label or 'a source'} is a stream, which is read from one place",
+            "give it a path, or a dataset for a name on the Hub, one of them",
+        )
+    if source.weight is None:
+        yield SourceFault(
+            f"{source.label} is a stream, and nobody has counted its samples", "give every source a weight"
+        )
+    if source.format in ROW_FORMATS:
+        yield SourceFault(
+            f"rows of conversations and pairs are packed whole, for which all of their lengths have to be known, and "
+            f"{source.label} is a stream",
+            "leave its streaming out: they are tokenized once",
+        )
+    elif source.format not in STREAMED_FORMATS:
+        yield SourceFault(
+            f"{source.label} is a stream, which is read row by row from shards, and has format {source.format}",
+            "write its documents as JSON lines or Parquet, or leave its streaming out",
+        )
+    if source.filter:
+        yield SourceFault(
+            f"{source.label} is a stream, which reads each of its rows, and has a filter",
+            "filter its shards before, or leave its streaming out",
+        )
+    for key in _set_of(source, HUB_KEYS) if source.dataset is None else ():
+        yield SourceFault(f"{key} of {source.label} is of a dataset, and it has a path", f"leave {key} out")
+
+
+def _hub_faults(source: DataSource) -> Iterator[SourceFault]:
+    """Yield what is wrong with a source that is tokenized whole and has keys of the Hub."""
+    for key in _set_of(source, ("dataset", *HUB_KEYS)):
+        yield SourceFault(
+            f"{key} of {source.label or 'a source'} is of a data set on the Hub, which is read as a stream",
+            "set its streaming, or download it and set its path",
+        )
+
+
+def _set_of(source: DataSource, keys: Sequence[str]) -> list[str]:
+    """Return those of the keys that a source has other than as they are by default."""
+    return [key for key in keys if getattr(source, key) != DataSource.model_fields[key].default]
 
 
 def _curriculum_faults(data: DataSection) -> Iterator[SourceFault]:

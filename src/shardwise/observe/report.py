@@ -201,7 +201,8 @@ def _source_rows(run: Mapping[str, Any]) -> Iterator[Row]:
     """Yield each source of the data with its share, and how much of it has been read."""
     for name, read in _part(run, "result", "sources").items():
         corpus = str(_part(run, "data", "sources", name).get("corpus") or _part(run, "data").get("corpus") or "")
-        what = f"{read['samples']:,} samples, {read['passes']:.3f} passes of {read['sequences']:,} sequences; {corpus}"
+        whole = f"{read['shards']:,} shards" if "shards" in read else f"{read['sequences']:,} sequences"
+        what = f"{read['samples']:,} samples, {read['passes']:.3f} passes of {whole}; {corpus}"
         yield name, f"{read['share']:.2%}", what
 
 

@@ -31,6 +31,7 @@ class DefinedMixture:
         self.sizes = [sizes[name] for name in self.names]
         self.stages = _stages(job, self.names)
         repeats = {_name(source): source.repeat or 1 for source in job.data.sources}
+        self.streams = {_name(source) for source in job.data.sources if source.streaming}
         self.epoch = [max(1, round(sizes[name] * repeats[name])) for name in self.names]
         self._training, self._held_out = self._endless(self.stages), self._endless(self.stages[-1:])
         self._read: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
@@ -38,6 +39,8 @@ class DefinedMixture:
     def place_of(self, counter: int) -> tuple[int, int]:
         """Return the number of a training sample's source, and of its sequence there."""
         source, number = self.numbered(counter, held_out=False)
+        if self.names[source] in self.streams:  # its windows come as they are
+            return source, number
         digest = hashlib.blake2b(f"{self.seed}:{self.names[source]}".encode(), digest_size=8).digest()
         return source, shuffled_index(int.from_bytes(digest, "little") >> 1, number, self.sizes[source])
 

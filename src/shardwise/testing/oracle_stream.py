@@ -25,9 +25,16 @@ from shardwise.data.streaming.sources import find_shards
 from shardwise.data.tokenizer import facts_of
 from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
-from shardwise.testing.oracle_data import EVALUATION, DocumentStream, TokenSource, mixed, shuffled_index
+from shardwise.testing.oracle_data import EVALUATION, DocumentStream, Places, TokenSource, mixed, shuffled_index
 
 MOST_CHARACTERS = 1 << 24  # of a buffer
+
+
+class InOrder(Places):
+    """The places of a stream by itself: sample c is its window c."""
+
+    def training(self, counter: int) -> int:
+        return counter
 
 
 class StreamSource(TokenSource):
@@ -39,14 +46,14 @@ class StreamSource(TokenSource):
         self.shards, self.container = find_shards(job.data)
         if any("://" in shard.url for shard in self.shards):
             raise ConfigError(
-                f"data.path={job.data.path!r}: verify reads a stream a second time by itself, from files; give it some "
-                "shards on disk"
+                f"data.path={job.data.path or job.data.dataset!r}: verify reads a stream a second time by itself, from "
+                "files; give it some shards on disk"
             )
         self.encode: Any = None
         if tokenizer_directory is not None:
             self.encode = AutoTokenizer.from_pretrained(tokenizer_directory)
             self.tokenizer = asdict(facts_of(self.encode))
-        self._read = {}
+        self._read, self.places = {}, InOrder(self.seed, 0)
         wanted = job.data.validation_sequences * self.length + self.causal
         self.validation = DocumentStream.of(_enough(self._held_out(), wanted))
         self.validation_size = min(
@@ -56,14 +63,15 @@ class StreamSource(TokenSource):
 
     def _place(self, counter: int) -> tuple[DocumentStream, int]:
         if counter >= EVALUATION:
-            return self.validation, counter - EVALUATION
-        needed = (counter + 1) * self.length + 1
+            return self.validation, self.places.held_out(counter - EVALUATION)
+        window = self.places.training(counter)
+        needed = (window + 1) * self.length + 1
         if self._count < needed:
             while self._count < needed:
                 self._kept.append(next(self._left))
                 self._count += len(self._kept[-1])
             self.training = DocumentStream.of(self._kept)
-        return self.training, counter
+        return self.training, window
 
     def _documents(self) -> Iterator[np.ndarray]:
         """Yield the documents that train, pass after pass."""

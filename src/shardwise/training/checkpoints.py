@@ -109,8 +109,9 @@ def data_facts(assembled: AssembledJob) -> dict[str, Any]:
     if data is None:
         return {"corpus": "batches of the caller's own", "content": "", "tokenizer": None, "split": None, "order": ""}
     facts = data.describe()
-    if data.streamed is not None:
-        rows = data.streamed.definition.buffer_rows
+    if data.streams and not data.sources:
+        [stream] = data.streams.values()
+        rows = stream.definition.buffer_rows
         order = f"seed {assembled.plan.job.training.seed}, a stream shuffled by {rows} rows"
         return {key: facts.get(key) for key in ("corpus", "content", "tokenizer", "split", "shards")} | {"order": order}
     order = f"seed {assembled.plan.job.training.seed}, {len(data.train)} sequences"

@@ -182,9 +182,9 @@ class Session:
         self.checkpoints = RunCheckpoints(assembled)
         self._exit.callback(self.checkpoints.close)
         self._data_state: DataState | None = state_of_stream(assembled.stream) if has_data else None
-        if has_data and assembled.data.streamed is not None:
-            assembled.data.streamed.say = self.note
-            self._exit.callback(assembled.data.streamed.close)
+        for stream in assembled.data.streams.values() if has_data else ():
+            stream.say = self.note
+            self._exit.callback(stream.close)
         self._recent = RecentLoss(assembled.evaluation_batches if has_data else self.job.training.evaluate_batches)
         notes = [*self.plan.notes, *(assembled.data.notes() if has_data else [])]
         self.notes += [f"note: {note}" for note in notes]
@@ -592,7 +592,7 @@ def _named(suffix: str, result: EvaluationResult) -> Record:
 
 def _names_data(job: Job) -> bool:
     """Return whether the data section says where data is, rather than only how long sequences are."""
-    return bool({"path", "format", "factory", "sources"} & job.data.model_fields_set)
+    return bool({"path", "format", "factory", "sources", "dataset"} & job.data.model_fields_set)
 
 
 def _joined(job: Job, facts: ModelFacts) -> Any:

@@ -165,8 +165,8 @@ def assemble(
     """Do the same for facts and data that are there already, and for a model that the caller has built."""
     if data is not None:
         check_same_data(data, device)
-        if data.streamed is not None:
-            share_stream(data.streamed, device)
+        for stream in data.streams.values():
+            share_stream(stream, device)
     world = current_world(device)
     plan = resolve(job, world, facts, None if data is None else len(data.train))
     if data is not None:
@@ -313,7 +313,7 @@ def check_passes(plan: Plan, data: TokenData) -> None:
 
 def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
     """Return this rank's batches of the training split."""
-    kind = Stream if data.streamed is None else InOrder
+    kind = InOrder if data.streams else Stream
     return kind(
         data.train,
         plan.job.training.seed,

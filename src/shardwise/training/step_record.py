@@ -8,6 +8,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.manifest import Progress
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import step_times
+from shardwise.data.streaming.loader import ALONE, position_key
 from shardwise.data.token_data import TokenData
 from shardwise.observe.memory import peak_memory_bytes
 from shardwise.observe.metrics import Record
@@ -63,14 +64,22 @@ def step_record(
 
 
 def sources_read(data: TokenData, progress: Progress) -> dict[str, dict[str, float]]:
-    """Return how much of each source of the data a run has read; of one corpus under the name `data`."""
+    """Return how much of each source of the data a run has read; of one corpus under the name `data`.
+
+    Nobody has counted the sequences of a stream: its passes are those of the shards behind it.
+    """
     sizes = {source.name: len(source.data.train) for source in data.sources} or {"data": len(data.train)}
     counts = {name: progress.sources.get(name, 0) for name in sizes} if data.sources else {"data": progress.samples}
-    total = sum(counts.values()) or 1
-    return {
-        name: {"samples": count, "share": count / total, "passes": count / sizes[name], "sequences": sizes[name]}
-        for name, count in counts.items()
-    }
+    total, read = sum(counts.values()) or 1, dict[str, dict[str, float]]()
+    for name, count in counts.items():
+        read[name] = {"samples": count, "share": count / total}
+        key = name if data.sources else ALONE
+        if key in data.streams:
+            shards = len(data.streams[key].definition.shards)
+            read[name] |= {"passes": progress.position.get(position_key(key, "shard"), 0) / shards, "shards": shards}
+        else:
+            read[name] |= {"passes": count / sizes[name], "sequences": sizes[name]}
+    return read
 
 
 def _rank_figures(assembled: AssembledJob, seconds: float) -> Record:

@@ -139,7 +139,7 @@ class PreparedStream:
 
     def training_tokens(self) -> StreamedTokens:
         """Return the stream that trains."""
-        workers = self.data.num_workers or max(1, min(8, (os.cpu_count() or 1) // 2))
+        workers = self.data.num_workers or default_workers()
         return StreamedTokens(
             self.definition,
             StreamSettings(self.root / "running", self.data.cache_limit, workers, self.tokenizer),
@@ -193,6 +193,11 @@ class PreparedStream:
                 yield from encoder.encode(part)
                 part, size = [], 0
         yield from encoder.encode(part)
+
+
+def default_workers() -> int:
+    """Return how many processes of a host tokenize where the job does not say."""
+    return max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def fast_encoder(tokenizer: PreTrainedTokenizerBase, source: TokenizerSource) -> TextEncoder:

@@ -16,7 +16,7 @@ import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -53,12 +53,14 @@ class StreamSettings:
         cache_limit: bytes of tokens that are kept ahead.
         workers: processes that tokenize.
         tokenizer: None for sources of token ids.
+        name: of the source that it is among several; empty for the only one.
     """
 
     root: Path
     cache_limit: int
     workers: int
     tokenizer: TextEncoder | None
+    name: str = ""
 
 
 class StreamedTokens:
@@ -80,6 +82,10 @@ class StreamedTokens:
     def join(self, run: str, local_rank: int, local_ranks: int) -> None:
         """Share the blocks of a run with the other ranks of this host; `run` is equal for all of them."""
         self._run, self._rank, self._ranks = run, local_rank, local_ranks
+
+    def named(self, name: str) -> StreamedTokens:
+        """Return the same stream as one of several sources."""
+        return StreamedTokens(self.definition, replace(self.settings, name=name))
 
     def begin(self, position: Position, token: int) -> None:
         """Read from `token` on, which lies behind `position`, instead of from the beginning."""
@@ -182,15 +188,16 @@ class StreamedTokens:
             rate = f"{known['fetched'] / 1e6:.1f} of {known['size'] / 1e6:.1f} MB at {speed:.2f} MB/s, {rate}"
         silent = time.time() - known.get("at", time.time())
         silence = f", nothing new for {silent:.0f} s" if silent > SECONDS_BEFORE_SAYING else ""
-        return f"training waits for data: {shard} is slow ({stage}, {rate}{silence})"
+        whose = f"{self.settings.name}: " if self.settings.name else ""
+        return f"training waits for data: {whose}{shard} is slow ({stage}, {rate}{silence})"
 
     def _check_producer(self) -> None:
         assert self._cache is not None
         is_alive = self._process.poll() is None if self._process else is_in_use(self._cache.directory)
         failure = self._cache.read_json(FAILURE)
         if failure is not None:
-            message = failure["message"]
-            raise DataError(f"the stream: {message}")
+            whose = f"data.sources, {self.settings.name}" if self.settings.name else "the stream"
+            raise DataError(f"{whose}: {failure['message']}")
         if not is_alive:
             raise DataError(
                 "the process that reads the stream ahead is gone; it was killed, perhaps for memory; go on from the "

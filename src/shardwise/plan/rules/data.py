@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from shardwise.job.data_section import ROW_FORMATS
-from shardwise.job.mixture import fault_of
+from shardwise.job.data_section import ROW_FORMATS, STREAMED_FORMATS
+from shardwise.job.mixture import HUB_KEYS, fault_of
 from shardwise.model.added_tokens import frozen_embeddings
 from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule, idle
@@ -20,9 +20,7 @@ TRAINABLE_PARTS = {  # of the rows of each format
 }
 TEXT_KEYS = ("tokenizer", "vocabulary_size", "added_tokens", "field", "isolate_documents", "max_documents", "filter")
 
-HUB_KEYS = ("dataset_config", "dataset_split", "dataset_revision")
 STREAM_KEYS = ("shuffle_buffer_size", "validation_sequences", "on_bad_files", "num_workers", "cache_limit")
-STREAMED_FORMATS = ("auto", "jsonl", "parquet", "dataset", "tokens")
 
 
 def data_from_factory(d: Draft) -> bool:
@@ -70,7 +68,7 @@ def _is_beside_sources(key: str, draft: Draft) -> bool:
 
 
 def _streams(d: Draft) -> bool:
-    return d.data.streaming
+    return d.data.has_streams
 
 
 # fmt: off
@@ -82,7 +80,7 @@ RULES: tuple[Rule, ...] = (
            f"{key} is of one corpus, and each of the sources has its own",
            partial(_is_beside_sources, key),
            fix="leave one out" if key in ("path", "factory") else f"leave data.{key} out, and give it to a source")
-      for key in ("path", "factory", "format", "field", "filter")),
+      for key in ("path", "factory", "format", "field", "filter", "streaming", "dataset", *HUB_KEYS)),
     Rule("sources", ("data.sources",), "sources have names, and all of them weights or all of them passes",
          lambda d: fault_of(d.job) is not None,
          fix="give each a name, and weight or repeat to all",
@@ -178,17 +176,17 @@ RULES: tuple[Rule, ...] = (
 
     # A stream is read while it is trained on: it has no length, and no place to go back to.
     Rule("streaming-source", ("data.streaming", "data.path", "data.dataset"), "a stream is read from one place",
-         lambda d: _streams(d) and not d.data.sources and (d.data.path is None) == (d.data.dataset is None),
+         lambda d: d.data.streaming and not d.data.sources and (d.data.path is None) == (d.data.dataset is None),
          fix="set data.path, or data.dataset for a name on the Hub, one of them"),
     Rule("dataset-streaming", ("data.dataset", "data.streaming"), "a data set on the Hub is read as a stream",
-         lambda d: d.data.dataset is not None and not _streams(d),
+         lambda d: d.data.dataset is not None and not d.data.streaming and not d.data.sources,
          fix="set data.streaming, or download it and set data.path"),
     Rule("streaming-rows", ("data.streaming", "data.format"),
          "rows of conversations and pairs are packed whole, for which all of their lengths have to be known",
-         lambda d: _streams(d) and d.data.format in ROW_FORMATS,
+         lambda d: d.data.streaming and d.data.format in ROW_FORMATS,
          fix="leave data.streaming out: they are tokenized once"),
     Rule("streaming-format", ("data.streaming", "data.format"), "a stream is read row by row from shards",
-         lambda d: _streams(d) and d.data.format not in (*STREAMED_FORMATS, *ROW_FORMATS, "factory"),
+         lambda d: d.data.streaming and d.data.format not in (*STREAMED_FORMATS, *ROW_FORMATS, "factory"),
          fix="write the documents as JSON lines or Parquet, or leave data.streaming out"),
     Rule("streaming-epochs", ("data.streaming", "training.epochs"), "nobody has counted the samples of a stream",
          lambda d: _streams(d) and d.training.epochs is not None,
@@ -197,16 +195,14 @@ RULES: tuple[Rule, ...] = (
          "a stream has no last sequences that could be held out",
          lambda d: _streams(d) and d.data.validation_split == "place",
          fix="use documents, or leave it out"),
-    Rule("streaming-sources", ("data.streaming", "data.sources"), "a stream is one source",
-         lambda d: _streams(d) and d.data.sources,
-         fix="tokenize the sources before the run: leave data.streaming out"),
     Rule("streaming-filter", ("data.streaming", "data.filter"), "a stream reads each of its rows",
-         lambda d: _streams(d) and d.data.filter,
+         lambda d: d.data.streaming and d.data.filter,
          fix="filter the shards before, or leave data.streaming out"),
     idle("streaming-max-documents", "data.max_documents", "a stream ends with training.steps", _streams,
          "leave it out, or leave data.streaming out"),
     *(idle(f"hub-{key.replace('_', '-')}", f"data.{key}", "it is of a data.dataset",
-           lambda d: d.data.dataset is None, "set data.dataset, or leave it out") for key in HUB_KEYS),
+           lambda d: d.data.dataset is None and not d.data.sources,
+           "set data.dataset, or leave it out") for key in HUB_KEYS),
     *(idle(f"stream-{key.replace('_', '-')}", f"data.{key}", "it is of a stream",
            lambda d: not _streams(d), "set data.streaming, or leave it out") for key in STREAM_KEYS),
 )
