@@ -34,5 +34,8 @@ def test_other_weights_and_sources_need_the_key() -> None:
 def test_a_source_that_holds_something_else_is_refused_with_the_key_too() -> None:
     with pytest.raises(CheckpointError, match=r"source 'a' of data.sources holds something else.*name of its own"):
         source_changes(of(a=a_source()), of(a=a_source(content="d")), "path", True)
+    was, now = ({**a_source(), "sequences": None, "shards": {"p0": stamp}} for stamp in ("9 1", "9 2"))
+    with pytest.raises(CheckpointError, match=r"source 'a' .*shard p0 is 9 2, and was 9 1"):
+        source_changes(of(a=was), of(a=now), "path", True)
     with pytest.raises(CheckpointError, match=r"set data.tokenizer to the former"):
         source_changes(of(a=a_source()), of("u", a=a_source(content="d"), b=a_source()), "path", True)

@@ -65,6 +65,11 @@ SOURCES = {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
     [
         (SOURCES, ["--output", "made"], "prepare each by itself"),
         ({"path": "a.jsonl", "streaming": True}, [], "leave it out to tokenize now"),
+        (
+            {"sources": [{"path": "a.jsonl", "streaming": True, "weight": 1}, {"path": "b.jsonl", "weight": 1}]},
+            [],
+            "streaming of data.sources, a, tokenizes",
+        ),
         ({"factory": "a:b"}, [], "give a corpus"),
         ({"path": "a.jsonl", "format": "chat"}, ["--output", "made"], "leave --output out"),
     ],

@@ -16,6 +16,7 @@ import torch
 from shardwise.data.batch import Batch, wrap
 from shardwise.data.loader import Stream
 from shardwise.data.mixture import Mixture
+from shardwise.data.packing import ENDLESS
 from shardwise.data.prepare import prepare
 from shardwise.data.shares import Assignment
 from shardwise.data.state import SAMPLES, ConsumedSources, data_state
@@ -207,11 +208,33 @@ def test_sources_are_prepared_with_one_tokenizer(corpora: Path, make_job: JobMak
     assert len(by_size.train) == sum(len(source.data.train) for source in by_size.sources)
 
 
+def test_a_stream_is_prepared_beside_a_corpus(corpora: Path, make_job: JobMaker) -> None:
+    web = {"path": "web.jsonl", "streaming": True, "weight": 3}
+    job = with_sources(make_job, corpora, web, {"path": "code.jsonl", "weight": 1}, num_workers=3)
+    data = prepare(job)
+    code, streamed = data.sources
+    assert [list(data.sets), list(data.streams), list(streamed.data.streams)] == [["code", "web"], ["web"], [""]]
+    assert streamed.data.tokenizer_directory == code.data.tokenizer_directory == data.tokenizer_directory
+    tokens = data.streams["web"]
+    assert (tokens.settings.name, tokens.settings.workers) == ("web", 3)
+    known = data.describe()
+    assert [known[key] for key in ("documents", "tokens", "training_sequences")] == [None] * 3
+    assert list(known["sources"]["web"]["shards"]) == ["web.jsonl"] and "shards" not in known["sources"]["code"]
+    assert known["sources"]["web"]["sequences"] is None and len(data.train) == ENDLESS
+    assert isinstance(data.train, Mixture)
+    places = [data.train.place_of(number) for number in range(400)]
+    assert [index for source, index in places if source == 1] == list(range(300))
+    assert [data.validation.place_of(number)[1] < 20 for number in range(80)] == [True] * 80
+
+
 @pytest.mark.parametrize(
     ("sources", "words"),
     [
         (({"path": "web.jsonl", "weight": 0}, {"path": "code.jsonl", "weight": 0}), "from sample 0 on are all 0"),
         (({"path": "gone.jsonl"},), "data.sources, gone: data.path="),
+        (({"path": "gone.jsonl", "streaming": True, "weight": 1},), "data.sources, gone: data.path="),
+        (({"path": "web.jsonl", "streaming": True},), "web is a stream, and nobody has counted its samples"),
+        (({"path": "web.jsonl", "streaming": True, "weight": 1, "field": "no"},), "sources, web: web.jsonl, row 0: no"),
         (({"path": "empty.jsonl"},), "empty.jsonl' is empty"),
         (({"path": "web.jsonl", "filter": {"score": {"min": 9}}},), "of those that data.filter="),
         (({"path": "web.jsonl", "filter": f"{__name__}:answers_one"},), "it must return true or false"),

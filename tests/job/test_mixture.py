@@ -10,6 +10,7 @@ from shardwise.job.mixture import fault_of, weights_by_sample
 from shardwise.job.sources import load_job
 
 A, B = {"path": "a.jsonl"}, {"path": "b.jsonl"}
+STREAM = A | {"weight": 1, "streaming": True}
 WEIGHTED = [A | {"weight": 3}, B | {"weight": 1}]
 
 
@@ -40,6 +41,15 @@ def a_job(sources: list[dict[str, Any]], curriculum: list[dict[str, Any]] | None
         ),
         (a_job(WEIGHTED, training={"epochs": 1}), "training.epochs=1 has no end"),
         (a_job([A, B], checkpoint={"change_sources": True}), "passes are counted from the start"),
+        (a_job([STREAM | {"weight": None}]), "a is a stream, and nobody has counted its samples"),
+        (a_job([STREAM | {"dataset": "org/b"}]), "read from one place"),
+        (a_job([STREAM | {"path": None, "name": "a"}]), "read from one place"),
+        (a_job([STREAM | {"format": "chat"}]), "packed whole"),
+        (a_job([STREAM | {"format": "text"}]), "read row by row from shards"),
+        (a_job([STREAM | {"filter": {"a": 1}}]), "and has a filter"),
+        (a_job([STREAM | {"dataset_split": "x"}]), "dataset_split of a is of a dataset"),
+        (a_job([A | {"weight": 1, "dataset": "org/b"}]), "dataset of b is of a data set on the Hub"),
+        (a_job([STREAM], training={"epochs": 1}), "training.epochs=1 has no end"),
     ],
 )
 def test_sources_that_cannot_be_mixed(job: Any, words: str) -> None:
@@ -50,4 +60,6 @@ def test_sources_that_cannot_be_mixed(job: Any, words: str) -> None:
 def test_weights_of_a_curriculum() -> None:
     job = a_job(WEIGHTED, [{"samples": 9, "weights": {"a": 0}}, {"tokens": 256 * 20 + 1, "weights": {"a": 2, "b": 0}}])
     assert fault_of(job) is None
+    hub = {"dataset": "org/name", "dataset_split": "test", "streaming": True, "weight": 1}
+    assert fault_of(a_job([STREAM, hub, B | {"weight": 1}])) is None
     assert weights_by_sample(job.data) == [(0, {"a": 3, "b": 1}), (9, {"a": 0, "b": 1}), (21, {"a": 2, "b": 0})]

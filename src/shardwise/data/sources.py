@@ -77,7 +77,7 @@ def prepare_sources(
 
 def _found(job: Job, source: DataSource) -> Found:
     data = data_of_source(job.data, source)
-    return find_stream(data) if source.streaming else find_shared(data) or find_corpus(data)
+    return find_stream(data, source.label) if source.streaming else find_shared(data) or find_corpus(data)
 
 
 def _named(source: DataSource, data: TokenData) -> TokenData:

@@ -101,6 +101,11 @@ def test_gone_changed_and_dead_sources_are_named(tmp_path: Path) -> None:
     try:
         with pytest.raises(DataError, match=r"the stream: part-001.parquet has vanished"):
             stream.read(0, 4000)
+        stream.close()
+        stream = stream.named("web")
+        with pytest.raises(DataError, match=r"data.sources, web: part-001.parquet has vanished"):
+            stream.read(0, 4000)
+        assert "for data: web: part-001.parquet is slow" in stream._waiting_for(4000)
     finally:
         stream.close()
 

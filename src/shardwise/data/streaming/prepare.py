@@ -49,12 +49,17 @@ DRAWS = 1 << 64
 
 @dataclass(frozen=True)
 class StreamCorpus:
-    """A stream's shards as a corpus that a tokenizer is trained on: rows in the order of the files."""
+    """A stream's shards as a corpus that a tokenizer is trained on: rows in the order of the files.
+
+    Attributes:
+        source: the name of the one that it is among several; empty for the only one.
+    """
 
     listing: FoundShards
     data: DataSection
     format: str
     identity: str
+    source: str = ""
 
     def describe(self) -> str:
         """For the display."""
@@ -67,16 +72,19 @@ class StreamCorpus:
     def texts(self) -> Iterator[tuple[str, bool]]:
         """(text, is the document's last piece) of all documents."""
         reader = RowReader(self.listing.container, self.data.field, False, None)
-        for value in values_in_order(self.listing.shards, reader, self.data.on_bad_files == "skip"):
-            yield from pieces(io.StringIO(str(value), newline=""))
+        try:
+            for value in values_in_order(self.listing.shards, reader, self.data.on_bad_files == "skip"):
+                yield from pieces(io.StringIO(str(value), newline=""))
+        except DataError as error:
+            raise DataError(f"data.sources, {self.source}: {error}" if self.source else str(error)) from error
 
 
-def find_stream(data: DataSection) -> StreamCorpus:
-    """Return the source of a job that streams."""
+def find_stream(data: DataSection, source: str = "") -> StreamCorpus:
+    """Return the shards of a job that streams, or of one of its sources."""
     listing = find_shards(data)
     name = "tokens" if data.format == "tokens" else listing.container
     identity = digest(name, data.field, [asdict(shard) for shard in listing.shards])
-    return StreamCorpus(listing, data, name, identity)
+    return StreamCorpus(listing, data, name, identity, source)
 
 
 def values_in_order(shards: Sequence[Shard], reader: RowReader, skips: bool) -> Iterator[Value]:

@@ -19,13 +19,20 @@ HUB = {"dataset": "org/name", "streaming": True}
 
 CASES = {
     **{
-        f"sources-{key}": case({"data": {**SOURCES, key: value}}, {"data": SOURCES}, f"{key} is of one corpus")
+        f"sources-{key.replace('_', '-')}": case(
+            {"data": {**SOURCES, key: value}}, {"data": SOURCES}, f"{key} is of one corpus"
+        )
         for key, value in {
             "path": "p",
             "factory": "a:b",
             "format": "jsonl",
             "field": "body",
             "filter": {"language": "en"},
+            "streaming": True,
+            "dataset": "org/name",
+            "dataset_config": "x",
+            "dataset_split": "x",
+            "dataset_revision": "x",
         }.items()
     },
     "sources": case(
@@ -151,9 +158,6 @@ CASES = {
         {"data": STREAM | {"validation_split": "place"}},
         {"data": STREAM | {"validation_split": "documents"}},
         "use documents",
-    ),
-    "streaming-sources": case(
-        {"data": {"streaming": True, "sources": [{"path": "p"}]}}, {"data": {"sources": [{"path": "p"}]}}, "one source"
     ),
     "streaming-filter": case(
         {"data": STREAM | {"filter": {"a": 1}}}, {"data": {"path": "p", "filter": {"a": 1}}}, "each of its rows"
