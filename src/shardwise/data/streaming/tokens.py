@@ -80,7 +80,11 @@ class StreamedTokens:
         self._table = np.zeros((1, 2), dtype=np.int64)
 
     def join(self, run: str, local_rank: int, local_ranks: int) -> None:
-        """Share the blocks of a run with the other ranks of this host; `run` is equal for all of them."""
+        """Read from the beginning, and share the blocks of a run with the other ranks of this host.
+
+        `run` is equal for all of them, and new for each run: `verify` makes two of one stream.
+        """
+        self.begin(Position(), 0)
         self._run, self._rank, self._ranks = run, local_rank, local_ranks
 
     def named(self, name: str) -> StreamedTokens:
