@@ -80,7 +80,7 @@ class TokenData:
 
     @property
     def shards(self) -> dict[str, dict[str, str]]:
-        """What tells the shards of a stream from others, under one key; nothing of other data."""
+        """The shards of a stream with what tells them from others, under one key; nothing of other data."""
         if self.sources or not self.streams:
             return {}
         [stream] = self.streams.values()

@@ -30,7 +30,7 @@ from shardwise.testing.oracle_data import EVALUATION, DocumentStream, Places, To
 MOST_CHARACTERS = 1 << 24  # of a buffer
 
 
-class InOrder(Places):
+class StreamPlaces(Places):
     """The places of a stream by itself: sample c is its window c."""
 
     def training(self, counter: int) -> int:
@@ -53,7 +53,7 @@ class StreamSource(TokenSource):
         if tokenizer_directory is not None:
             self.encode = AutoTokenizer.from_pretrained(tokenizer_directory)
             self.tokenizer = asdict(facts_of(self.encode))
-        self._read, self.places = {}, InOrder(self.seed, 0)
+        self._read, self.places = {}, StreamPlaces(self.seed, 0)
         wanted = job.data.validation_sequences * self.length + self.causal
         self.validation = DocumentStream.of(_enough(self._held_out(), wanted))
         self.validation_size = min(
