@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for number in range(options.rounds):
                 for name in sorted(both, reverse=bool(number % 2)):
                     rates[name].append(turn(*both[name], options.steps))
-            tokens = both["streamed"][0].assembled.data.streamed
+            [tokens] = both["streamed"][0].assembled.data.streams.values()
             waited = 0.0 if tokens is None else tokens.waited
     ratios = [own / other for own, other in zip(rates["streamed"], rates["tokenized"], strict=True)]
     for name, values in rates.items():
