@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name in sorted(both, reverse=bool(number % 2)):
                     rates[name].append(turn(*both[name], options.steps))
             [tokens] = both["streamed"][0].assembled.data.streams.values()
-            waited = 0.0 if tokens is None else tokens.waited
+            waited = tokens.waited
     ratios = [own / other for own, other in zip(rates["streamed"], rates["tokenized"], strict=True)]
     for name, values in rates.items():
         print(f"{name:10} {statistics.median(values):10,.0f} tokens/s, {min(values):,.0f} to {max(values):,.0f}")
