@@ -201,7 +201,8 @@ class StreamedTokens:
         failure = self._cache.read_json(FAILURE)
         if failure is not None:
             whose = f"data.sources, {self.settings.name}" if self.settings.name else "the stream"
-            raise DataError(f"{whose}: {failure['message']}")
+            message = failure["message"]
+            raise DataError(f"{whose}: {message}")
         if not is_alive:
             raise DataError(
                 "the process that reads the stream ahead is gone; it was killed, perhaps for memory; go on from the "
