@@ -232,7 +232,8 @@ class ModelFacts:
     replaced_parameters: tuple[str, ...] = ()  # of a user's module, by others that its forward makes
     effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
-    couples_rows: bool = False  # a user's forward decides by values for rows together
+    couples_rows: bool = False  # rows of a microbatch change each other's numbers in a user's module or its loss
+    coupling_untried: str = ""  # why that was not found out, as a clause about the module
     changes_numbers: bool = False  # a user's blocks change numbers that other code may read
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
     cast_arguments: tuple[str, ...] = ()  # of a user's module, float ones that it cannot take in fp32 in 16 bits

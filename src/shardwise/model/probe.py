@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise._torch_compat.tracing import FakeTensorMode, tree_leaves
@@ -331,16 +332,37 @@ class _EqualDtypes(TorchFunctionMode):
 
 
 def run_on_fakes(
-    model: nn.Module, inputs: Mapping[str, Any], device: str, dtype: torch.dtype, kept: Collection[str] = ()
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    device: str,
+    dtype: torch.dtype,
+    kept: Collection[str] = (),
+    watching: AbstractContextManager[Any] | None = None,
 ) -> None:
-    """Run the forward on fake tensors; floats are of `dtype`, and of arguments `kept` of fp32."""
+    """Run the forward on fake tensors, inside `watching`; floats are of `dtype`, and of arguments `kept` of fp32."""
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), FixedScalarDraws():
         state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
         arguments = {
             name: _fake(value, device, torch.float32 if name in kept else dtype) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        torch.func.functional_call(model, state, (), arguments)
+        with watching or nullcontext():
+            torch.func.functional_call(model, state, (), arguments)
+
+
+def operations_of(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Return how many multiplications and additions matrix products of a forward take; 0 if it needs values.
+
+    Args:
+        inputs: keyword arguments; of tensors shapes and dtypes count.
+    """
+    counted = FlopCounterMode(display=False)
+    try:
+        with user_state_kept(model):
+            run_on_fakes(copy_to_probe(model), inputs, "cpu", torch.float32, watching=counted)
+    except Exception:  # any code may run in a model's forward
+        return 0
+    return int(counted.get_total_flops())
 
 
 def _positions(inputs: Mapping[str, Tensor]) -> int:

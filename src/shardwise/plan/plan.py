@@ -539,6 +539,11 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
                 f"training.batch_size_schedule: {padding} of {padding + size} rows of its steps of {size} sequences "
                 "are padding, computed but not counted."
             )
+    if draft.facts.coupling_untried and draft.training.microbatch_size is None:
+        yield (
+            f"Whether rows of a microbatch change each other's numbers was not tried: {draft.facts.coupling_untried}. "
+            "If they do (means over rows, losses between rows), set training.microbatch_size."
+        )
 
 
 def _source_notes(draft: Draft) -> Iterator[str]:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.data.corpus import data_format
+from shardwise.data.prepare import prepare
 from shardwise.errors import ModelError
 from shardwise.job.objects import user_code
 from shardwise.job.schema import Job
@@ -23,6 +25,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.traced_cut import cut_by_trace
 from shardwise.parallel.model import ParallelModel
 from shardwise.training.init import draw_adapters, initialize, seeded
+from shardwise.training.row_trial import with_row_coupling
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -76,9 +79,16 @@ class GivenModel:
     def study(self, job: Job) -> ModelFacts:
         """Return the structure of the model, cut into stages where the job asks for a pipeline."""
         facts = discover(self.module, job, self.example)
+        if self.example is not None or facts.takes_token_ids or data_format(job.data) == "factory":
+            data = prepare(job) if data_format(job.data) == "factory" else None
+            facts = with_row_coupling(job, self.module, facts, data, self._values, self.example)
         if job.parallel.pipeline_parallel_degree > 1:
             facts = cut_by_trace(self.module, facts, job.data.sequence_length, self.example)
         return facts
+
+    def _values(self) -> dict[str, Tensor]:
+        built = {} if self.build is None else self.build()
+        return {name: value for name, value in {**self.weights, **built}.items() if not value.is_meta}
 
 
 def model_reference(source: ModelSource) -> str:

@@ -38,7 +38,7 @@ def as_batches(microbatches: Sequence[Microbatch], assembled: AssembledJob, samp
         if not isinstance(microbatch, Batch):
             first = samples + (number * ranks + rank) * len(batch.rows)
             batch.rows += first
-        _check_rows(batch, assembled)
+        _check_rows(batch, assembled, len(microbatches))
         batches.append(batch)
     return batches
 
@@ -62,8 +62,15 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
     return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))
 
 
-def _check_rows(batch: Batch, assembled: AssembledJob) -> None:
+def _check_rows(batch: Batch, assembled: AssembledJob, number: int) -> None:
     planned = assembled.plan.microbatch
+    is_shared = number * assembled.layout.data_ranks > 1
+    if is_shared and assembled.facts.couples_rows and len(batch.rows) != planned:
+        raise ConfigError(
+            f"a microbatch has {len(batch.rows)} rows and training.microbatch_size={planned}: rows of "
+            f"{assembled.facts.definition} change each other's numbers, and a layout may not say which are together; "
+            f"bring {planned} on every layout, or set training.microbatch_size"
+        )
     if assembled.plan.stages and len(batch.rows) != planned:
         raise ConfigError(
             f"a microbatch has {len(batch.rows)} rows and the pipeline was planned for training.microbatch_size="

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,12 @@ from shardwise.data.streaming.loader import InOrder
 from shardwise.data.streaming.tokens import StreamedTokens
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
-from shardwise.job.schema import CLASSIFICATION, Job
+from shardwise.job.schema import Job
 from shardwise.kernels.precision import LossScaler, has_float8
 from shardwise.model.build import build_model, construct_user_module, user_factory
+from shardwise.model.construct import drawing_from
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
-from shardwise.model.probe import MOST_ELEMENTS
-from shardwise.model.row_coupling import ROWS, couples_rows
 from shardwise.model.traced_cut import cut_by_trace
 from shardwise.model.weight_dtypes import with_file_dtypes
 from shardwise.parallel.apply import parallelize
@@ -46,6 +45,7 @@ from shardwise.training.objectives.preference import DirectPreference
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.precomputed_reference import with_reference
 from shardwise.training.reference import frozen_copy, needs_copy
+from shardwise.training.row_trial import call_arguments, with_row_coupling
 
 
 @dataclass
@@ -133,8 +133,8 @@ def study(job: Job) -> ModelFacts:
     example = None if data is None else _example(job, data)
     model = build_model(job)
     facts = discover(model, job, example)
-    if data is not None and facts.probe_failure:
-        facts = replace(facts, couples_rows=_couples_rows(job, data, facts))
+    if job.model.factory is not None and job.training.microbatch_size is None:
+        facts = with_row_coupling(job, model, facts, data, partial(_constructed_weights, job))
     if job.parallel.pipeline_parallel_degree > 1:
         facts = cut_by_trace(model, facts, job.data.sequence_length, example)
     if job.model.path is not None:
@@ -327,20 +327,11 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
     )
 
 
-def _couples_rows(job: Job, data: TokenData, facts: ModelFacts) -> bool:
-    """Return whether a module that needs values decides by them for rows together; False of one too large to be run."""
-    if facts.parameters > MOST_ELEMENTS:
-        return False
-    try:
-        rows = _example(job, data, range(min(ROWS, len(data.train))))
-    except DataError:  # rows of several shapes, which no microbatch can hold
-        return False
-    return couples_rows(user_factory(job), job.training.seed, rows)
+def _constructed_weights(job: Job) -> dict[str, Tensor]:
+    with drawing_from(job.training.seed):
+        return {name: parameter.detach() for name, parameter in user_factory(job)().named_parameters()}
 
 
-def _example(job: Job, data: TokenData, rows: Sequence[int] = (0,)) -> dict[str, Tensor]:
-    """Return what a user's module is called with for some samples; `model.loss` takes the labels itself."""
-    batch = data.train.batch(list(rows), list(rows), 0)
-    takes_labels = job.model.loss is None and job.model.task not in CLASSIFICATION
-    labels = {"labels": batch.labels} if takes_labels and batch.labels is not None else {}
-    return {**batch.inputs, **labels}
+def _example(job: Job, data: TokenData) -> dict[str, Tensor]:
+    """Return what a user's module is called with for a sample."""
+    return call_arguments(job, data.train.batch([0], [0], 0))

@@ -57,6 +57,17 @@ def _is_never_over(d: Draft) -> bool:
     return d.step_sizes.grow and 0 < steps <= d.step_sizes.stages[-1].first_step
 
 
+def _may_couple_rows(d: Draft) -> bool:
+    """Return whether rows change each other's numbers; True where a forward decides by values and was not tried."""
+    return d.facts.couples_rows or bool(d.facts.coupling_untried and d.facts.probe_failure)
+
+
+def _coupling(d: Draft) -> str:
+    if d.facts.couples_rows:
+        return "or its loss gives other numbers for rows together than for each of them"
+    return f"decides by values, maybe for rows together, which could not be tried ({d.facts.coupling_untried})"
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("epochs-steps", ("training.epochs", "training.steps"), "the length of a run is counted in one of them",
@@ -122,12 +133,13 @@ RULES: tuple[Rule, ...] = (
          f"{d.sequences_per_rank} sequences a rank ({d.sequences.value} a step / {d.data_ranks} data ranks)",
          use=_accumulation_fix),
     Rule("coupled-rows", ("training.microbatch_size",),
-         "a forward that decides by values for rows together is given its microbatches by the job, not by the layout",
-         lambda d: d.facts.couples_rows and d.training.microbatch_size is None
+         "which rows are together in a microbatch is given by the job, not by the layout, where they change each "
+         "other's numbers",
+         lambda d: _may_couple_rows(d) and d.training.microbatch_size is None
          and d.data_ranks * d.accumulation.value > 1,
          fix="set training.microbatch_size",
-         because=lambda d: f"{d.facts.definition} decides by values of all rows that are together, and of the "
-         f"{d.sequences.value} rows of a step that would be those that a rank happens to have",
+         because=lambda d: f"{d.facts.definition} {_coupling(d)}, and of the {d.sequences.value} rows of a step those "
+         "would be together that a rank happens to have",
          use=lambda d: f"set training.microbatch_size, such as {d.microbatch.value}: it is then the same on every "
          "layout"),
 )

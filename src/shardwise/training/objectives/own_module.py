@@ -46,10 +46,15 @@ class OwnModule(Objective):
         if self.function is not None:
             return call_loss(self.function, output, microbatch, "model.loss")
         count = microbatch.count()
-        return _own_loss(output) * count, count
+        return own_loss(output) * count, count
 
 
-def _own_loss(output: Any) -> Tensor:
+def own_loss(output: Any) -> Tensor:
+    """Return the mean loss that a forward has returned.
+
+    Raises:
+        ModelError: there is none.
+    """
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
         loss = output.get("loss")

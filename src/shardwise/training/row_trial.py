@@ -1,0 +1,142 @@
+"""Rows and losses with which a user's module is tried for rows that change each other's numbers.
+
+Rows are the first of a data set, or like the example of a session, or random tokens. The loss is what will train the
+module: `model.loss`, or the mean loss that its forward returns. Where a loop brings its own, each row's outputs stand
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch_compat.tracing import tree_leaves
+from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.token_data import TokenData
+from shardwise.errors import DataError, ModelError
+from shardwise.job.objects import load_object
+from shardwise.job.schema import CLASSIFICATION, Job
+from shardwise.model.facts import ModelFacts
+from shardwise.model.probe import POSITIONS
+from shardwise.model.row_coupling import ROWS, Call, TrialRows, find_coupling
+from shardwise.training.objectives.own_loss import LossFunction, call_loss
+from shardwise.training.objectives.own_module import own_loss
+
+Values = Callable[[], Mapping[str, Tensor]]
+
+
+def with_row_coupling(
+    job: Job,
+    module: nn.Module,
+    facts: ModelFacts,
+    data: TokenData | None,
+    values: Values,
+    example: Mapping[str, Tensor] | None = None,
+) -> ModelFacts:
+    """Return the facts of a user's module, and whether rows change each other's numbers in it or in its loss.
+
+    Args:
+        data: of `data.factory`, if that is where it is from.
+        values: gives weights of the module.
+        example: keyword arguments of one forward, where a loop brings the data.
+    """
+    try:
+        batch = _first_rows(data) if data is not None else _rows_like(example) if example else _tokens(job, facts)
+    except DataError:  # rows of several shapes, which no microbatch can hold
+        return facts
+    function: LossFunction | None = None if job.model.loss is None else load_object(job.model.loss, "model.loss")
+    is_proxy = function is None and (facts.returns_logits or facts.classifies)
+    rows = TrialRows(
+        len(batch.rows),
+        call_arguments(job, _taken(batch, [0])),
+        partial(_summed, job, batch, function, is_proxy),
+    )
+    found = find_coupling(module, rows, bool(facts.probe_failure), values)
+    return replace(facts, couples_rows=found.is_coupled, coupling_untried=found.untried)
+
+
+def call_arguments(job: Job, batch: Batch) -> dict[str, Tensor]:
+    """Return what a user's module is called with for a batch; `model.loss` takes the labels itself."""
+    takes_labels = job.model.loss is None and job.model.task not in CLASSIFICATION
+    labels = {"labels": batch.labels} if takes_labels and batch.labels is not None else {}
+    return {**batch.inputs, **labels}
+
+
+def _first_rows(data: TokenData) -> Batch:
+    """Return the first rows of a data set that have labels to be counted, of twice as many."""
+    numbers = list(range(min(2 * ROWS, len(data.train))))
+    batch = data.train.batch(numbers, numbers, 0)
+    return _taken(batch, [row for row in numbers if int(_taken(batch, [row]).count())][:ROWS])
+
+
+def _rows_like(example: Mapping[str, Tensor]) -> Batch:
+    """Return random rows of the shapes of an example's; whole numbers are drawn from its own."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(value: Tensor) -> Tensor:
+        rows = value.detach().cpu()[torch.arange(ROWS) % len(value)]
+        if value.is_floating_point():
+            return rows + torch.randn(rows.shape, generator=generator)
+        return rows.flatten()[torch.randperm(rows.numel(), generator=generator)].reshape(rows.shape)
+
+    inputs = {name: drawn(value) for name, value in example.items()}
+    labels = inputs.pop("labels", None)
+    return Batch(inputs=inputs, labels=labels, rows=torch.arange(ROWS))
+
+
+def _tokens(job: Job, facts: ModelFacts) -> Batch:
+    """Return rows of random tokens."""
+    length = min(POSITIONS, job.data.sequence_length)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(max(2, facts.vocabulary_size), (ROWS, length), generator=generator)
+    labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)], dim=1)
+    return Batch(inputs={"input_ids": tokens}, labels=labels, rows=torch.arange(ROWS))
+
+
+def _taken(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return some rows of a batch."""
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    labels = None if batch.labels is None else batch.labels[numbers]
+    inputs = {name: value[numbers] for name, value in batch.inputs.items()}
+    return Batch(inputs=inputs, labels=labels, rows=batch.rows[numbers])
+
+
+def _summed(
+    job: Job, batch: Batch, function: LossFunction | None, is_proxy: bool, call: Call, rows: Sequence[int]
+) -> Tensor:
+    """Return the summed loss of some rows of a batch."""
+    taken = _widened(_taken(batch, rows))
+    output = call(**call_arguments(job, taken))
+    if function is not None:
+        return call_loss(function, output, taken, "model.loss")[0]
+    if not is_proxy:
+        try:
+            return own_loss(output) * taken.count()
+        except ModelError:  # a loop has a loss of its own
+            pass
+    return _squared_distances(output, rows)
+
+
+def _widened(batch: Batch) -> Batch:
+    """Return a batch whose floats are of the dtype of the trial, which is torch's default inside of it."""
+
+    def widened(value: Tensor) -> Tensor:
+        return value.to(torch.get_default_dtype()) if value.is_floating_point() else value.clone()
+
+    inputs = {name: widened(value) for name, value in batch.inputs.items()}
+    return replace(batch, inputs=inputs, labels=None if batch.labels is None else widened(batch.labels))
+
+
+def _squared_distances(output: Any, rows: Sequence[int]) -> Tensor:
+    """Return the sum of the squared distances of the rows' outputs to a target for each row, of any scale."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    total = torch.zeros(())
+    for leaf in (leaf for leaf in leaves if leaf.shape[:1] == (len(rows),)):
+        targets = [torch.rand(leaf.shape[1:], generator=torch.Generator().manual_seed(row)) for row in rows]
+        total = total + (leaf - torch.stack(targets)).square().sum()
+    return total
