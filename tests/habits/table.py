@@ -433,4 +433,13 @@ HABITS: tuple[Habit, ...] = (
         keys={"training": {"microbatch_size": None}},
         quick=(),
     ),
+    Habit(
+        "RowsTogether",
+        "rows that change each other's numbers (`x - x.mean(0)`, losses between rows)",
+        refused=dict.fromkeys(SEVERAL, r"RowsTogether \(.*modules.py:\d+\) or its loss gives other numbers for rows"),
+        remedy="set `training.microbatch_size`",
+        keys={"training": {"microbatch_size": None}},
+        quick=(),
+    ),
+    Habit("RowsTogether", "the same with `training.microbatch_size`"),
 )

@@ -233,6 +233,8 @@ class ModelFacts:
     effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
     couples_rows: bool = False  # rows of a microbatch change each other's numbers in a user's module or its loss
+    keeps_statistics: bool = False  # a user's module takes statistics of rows together, and keeps them in buffers
+    draws_numbers: bool = False  # a user's forward draws random numbers other than those of dropout
     coupling_untried: str = ""  # why that was not found out, as a clause about the module
     changes_numbers: bool = False  # a user's blocks change numbers that other code may read
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry

@@ -10,6 +10,7 @@ How much is tried depends on the size of the module. What is not is told, and wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise._torch_compat.tracing import TorchDispatchMode, tree_leaves
 from shardwise.model.construct import drawing_from
@@ -56,10 +58,19 @@ SIZES = (TrialSize(ROWS, True, 2**24), TrialSize(ROWS, False, 2**27), TrialSize(
 
 @dataclass(frozen=True)
 class RowCoupling:
-    """Whether rows change each other's numbers, and why that was not found out where it was not."""
+    """How the numbers of a row depend on the rows beside it.
+
+    Attributes:
+        is_coupled: whether rows change each other's numbers.
+        untried: why that was not found out, as a clause about the module; empty where it was.
+        keeps_statistics: whether modules in training take statistics of rows together, and keep them in buffers.
+        draws_numbers: whether the forward draws random numbers other than those of dropout.
+    """
 
     is_coupled: bool = False
     untried: str = ""
+    keeps_statistics: bool = False
+    draws_numbers: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,25 +110,29 @@ def find_coupling(
     failure = ""
     for dtype in DTYPES:
         try:
-            with _default_dtype(dtype):
-                return RowCoupling(_are_coupled(module, rows, size, reads_values, values))
+            with _default_dtype(dtype), warnings.catch_warnings(action="ignore"):
+                return _tried(module, rows, size, reads_values, values)
         except Exception as error:  # any code may run in a model's forward
             failure = failure or (str(error) if isinstance(error, _Undecided) else failure_reason(error))
     return RowCoupling(untried=failure)
 
 
-def _are_coupled(
+def _tried(
     module: nn.Module, rows: TrialRows, size: TrialSize, reads_values: bool, values: Values | None
-) -> bool:
+) -> RowCoupling:
     """Try random weights, of several scales where a decision may hang on it, and the module's own."""
+    trial, further = _Trial(module, rows, SCALES[0]), size._replace(with_gradients=False)
     try:
-        if any(_Trial(module, rows, scale).are_coupled(size) for scale in (SCALES if reads_values else SCALES[:1])):
-            return True
+        is_coupled = trial.are_coupled(size)
+        if reads_values:
+            is_coupled = is_coupled or any(_Trial(module, rows, scale).are_coupled(further) for scale in SCALES[1:])
     except _Undecided:
         if values is None:
             raise
-        reads_values = True
-    return reads_values and values is not None and _Trial(module, rows, 1.0, values()).are_coupled(size)
+        is_coupled, reads_values = False, True
+    if reads_values and values is not None and not is_coupled:
+        is_coupled = _Trial(module, rows, SCALES[0], values()).are_coupled(further)
+    return RowCoupling(is_coupled, "", trial.keeps_statistics, trial.draws.have_drawn)
 
 
 def _affordable(module: nn.Module, rows: TrialRows, fewest: int) -> tuple[TrialSize | None, str]:
@@ -145,6 +160,7 @@ class _Trial:
     ) -> None:
         self.module, self.rows = copy_to_probe(module).train(), rows
         self.draws = ConstantDraws()
+        self.keeps_statistics = False
         given = weights or {}
         self.parameters = {
             name: _cast(given[name]) if name in given else _drawn(parameter, name, number, scale)
@@ -163,7 +179,8 @@ class _Trial:
         """
         number = min(size.rows, self.rows.number)
         together = self._measure(range(number), size.with_gradients)
-        if self._keep_statistics():
+        self.keeps_statistics = self._keep_statistics()
+        if self.keeps_statistics:
             together = self._measure(range(number), size.with_gradients)
         if not all(bool(part.isfinite().all()) for part in together):
             raise _Undecided("its numbers are not finite")
@@ -203,7 +220,7 @@ class _Trial:
         self.state = {**trained, **{name: value.clone() for name, value in self.buffers.items()}}
         call = partial(_call, self.module, self.state)
         watching = self.draws if self.draws.are_needed else nullcontext()
-        with drawing_from(0), user_state_kept(self.module), watching:
+        with drawing_from(0), user_state_kept(self.module), _NoDropout(), watching:
             loss = self.rows.summed(call, rows)
             if with_gradients and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -257,11 +274,22 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+class _NoDropout(TorchFunctionMode):
+    """A mode without dropout, whose masks have no layout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.dropout:
+            return args[0] if args else kwargs["input"]
+        if func is Tensor.uniform_:
+            return args[0].fill_(0.5)
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass
 class ConstantDraws(TorchDispatchMode):
     """A mode in which what is drawn does not depend on how many rows there are.
 
-    Numbers are 0.5, so that dropout keeps all; a permutation is the reverse, so that rows that are mixed are seen.
+    Numbers are 0.5; a permutation is the reverse, so that rows that are mixed are seen.
 
     Attributes:
         epsilon: of the coarsest dtype in which was computed.

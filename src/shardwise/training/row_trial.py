@@ -57,7 +57,13 @@ def with_row_coupling(
         partial(_summed, job, batch, function, is_proxy),
     )
     found = find_coupling(module, rows, bool(facts.probe_failure), values)
-    return replace(facts, couples_rows=found.is_coupled, coupling_untried=found.untried)
+    return replace(
+        facts,
+        couples_rows=found.is_coupled,
+        coupling_untried=found.untried,
+        keeps_statistics=found.keeps_statistics,
+        draws_numbers=found.draws_numbers,
+    )
 
 
 def call_arguments(job: Job, batch: Batch) -> dict[str, Tensor]:
