@@ -58,7 +58,7 @@ SIZES = (TrialSize(ROWS, True, 2**24), TrialSize(ROWS, False, 2**27), TrialSize(
 
 @dataclass(frozen=True)
 class RowCoupling:
-    """How the numbers of a row depend on the rows beside it.
+    """The finding of a trial: how the numbers of a row depend on the rows beside it.
 
     Attributes:
         is_coupled: whether rows change each other's numbers.

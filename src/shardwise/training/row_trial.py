@@ -56,13 +56,13 @@ def with_row_coupling(
         call_arguments(job, _taken(batch, [0])),
         partial(_summed, job, batch, function, is_proxy),
     )
-    found = find_coupling(module, rows, bool(facts.probe_failure), values)
+    coupling = find_coupling(module, rows, bool(facts.probe_failure), values)
     return replace(
         facts,
-        couples_rows=found.is_coupled,
-        coupling_untried=found.untried,
-        keeps_statistics=found.keeps_statistics,
-        draws_numbers=found.draws_numbers,
+        couples_rows=coupling.is_coupled,
+        coupling_untried=coupling.untried,
+        keeps_statistics=coupling.keeps_statistics,
+        draws_numbers=coupling.draws_numbers,
     )
 
 

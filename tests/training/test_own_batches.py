@@ -1,0 +1,77 @@
+"""A loop of one's own brings microbatches of one size where rows change each other's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError
+from shardwise.job.schema import Job
+from shardwise.testing.world import WorldPool
+from shardwise.training.given_model import GivenModel
+from shardwise.training.session import Session
+from tests.habits.building import POSITIONS, WIDTH, squared_error
+from tests.model.test_row_coupling import MeanOff, Mixing
+
+SECTIONS: dict[str, Any] = {"training": {"steps": 4}, "precision": {"compute": "fp64"}, "parallel": {"device": "cpu"}}
+DATA = {"factory": "tests.habits.building:Rows"}
+
+
+def microbatches(session: Session, rows: int, number: int) -> list[dict[str, Tensor]]:
+    """Return this rank's microbatches of a step of equal rows on any number of ranks."""
+    generator = torch.Generator().manual_seed(1)
+    ranks, rank = session.layout.data_ranks, session.layout.data_rank
+    count = rows * number * ranks
+    x, y = torch.randn(count, POSITIONS, WIDTH, generator=generator), torch.randn(count, WIDTH, generator=generator)
+    starts = [(index * ranks + rank) * rows for index in range(number)]
+    return [{"x": x[start : start + rows], "labels": y[start : start + rows]} for start in starts]
+
+
+def losses_or_refusals(steps: list[tuple[int, int]]) -> list[float | str]:
+    """Return what a session of each module comes to in each of some steps."""
+    torch.manual_seed(0)
+    results: list[float | str] = []
+    example = {"x": torch.zeros(4, POSITIONS, WIDTH)}
+    sources: list[Callable[[], nn.Module] | nn.Module] = [Mixing, MeanOff, MeanOff()]
+    for source in sources:
+        with Session(model=source, example=example, **SECTIONS) as session:
+            results += [_came_to(session, rows, number) for rows, number in steps]
+    results.append(_of_data_of_job(MeanOff()))
+    return results
+
+
+def _came_to(session: Session, rows: int, number: int) -> float | str:
+    try:
+        return session.step(microbatches(session, rows, number), loss_function=squared_error).loss
+    except ShardwiseError as error:
+        return str(error)
+
+
+def _of_data_of_job(module: nn.Module) -> float | str:
+    try:
+        with Session(model=module, data=DATA, **SECTIONS):
+            return 0.0
+    except ShardwiseError as error:
+        return str(error)
+
+
+def test_a_sessions_own_module_is_tried_too() -> None:
+    job = Job.model_validate(SECTIONS)
+    example = {"x": torch.zeros(2, POSITIONS, WIDTH)}
+    found = [GivenModel.of(module, 0, example).study(job).couples_rows for module in (Mixing(), MeanOff())]
+    assert found == [False, True]
+
+
+@pytest.mark.slow
+def test_rows_that_change_each_other_come_in_microbatches_of_one_size(world_pool: WorldPool) -> None:
+    [alone] = world_pool.run(1, losses_or_refusals, [(4, 2), (2, 2), (8, 1)])
+    for shared in world_pool.run(2, losses_or_refusals, [(4, 1), (2, 1)]):
+        assert shared[0] == pytest.approx(alone[0], rel=1e-9) and shared[2] == pytest.approx(alone[3], rel=1e-9)
+        assert shared[4] == pytest.approx(alone[6], rel=1e-9)
+        assert isinstance(shared[1], float) and "bring 4 on every layout" in str(shared[3])
+        assert "MeanOff" in str(shared[5]) and "set training.microbatch_size, such as" in str(shared[6])
+    assert [isinstance(result, float) for result in alone[:9]] == [True] * 4 + [False, True] + [True, False, True]
