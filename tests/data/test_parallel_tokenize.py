@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from shardwise.data import parallel_tokenize, tokenized_text
+from shardwise.data import tokenized_text
 from shardwise.data.parallel_tokenize import PartStore
 from shardwise.data.parts import read_part, write_part
 from shardwise.data.prepare import prepare
@@ -22,9 +22,9 @@ from tests.data.encoders import lengths
 
 SCRIPT = """
 import os, signal, sys
-from shardwise.data import parallel_tokenize, prepare, tokenized_text
+from shardwise.data import prepare, tokenized_text
 from shardwise.job.schema import Job
-tokenized_text.GROUP_CHARACTERS, parallel_tokenize.FEWEST_GROUPS = 200, 1
+tokenized_text.GROUP_CHARACTERS = 200; tokenized_text.FEWEST_GROUPS = 1
 extend, calls = prepare.ColumnWriter.extend, []
 def dies(self, values):
     calls.append(1)
@@ -50,7 +50,7 @@ def orphans() -> list[psutil.Process]:
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenized_text, "GROUP_CHARACTERS", 200)
-    monkeypatch.setattr(parallel_tokenize, "FEWEST_GROUPS", 1)
+    monkeypatch.setattr(tokenized_text, "FEWEST_GROUPS", 1)
 
 
 def test_the_cache_is_that_of_one_process(
@@ -58,7 +58,7 @@ def test_the_cache_is_that_of_one_process(
 ) -> None:
     alone = prepare(make_job(path=str(text_directory)))
     monkeypatch.setattr(tokenized_text, "GROUP_CHARACTERS", 200)
-    monkeypatch.setattr(parallel_tokenize, "FEWEST_GROUPS", 1)
+    monkeypatch.setattr(tokenized_text, "FEWEST_GROUPS", 1)
     job = make_job(path=str(text_directory), cache_directory=str(tmp_path / "b"), tokenizer=alone.tokenizer_directory)
     together = prepare(job)
     assert columns(together.directory) == columns(alone.directory)
@@ -67,13 +67,13 @@ def test_the_cache_is_that_of_one_process(
 
 def test_parts_are_taken_up_and_ends_are_named(tmp_path: Path) -> None:
     groups = [["a" * number, "b"] for number in range(6)]
-    store: PartStore[str] = PartStore(lengths, tmp_path / "parts", 1)
+    store: PartStore[str] = PartStore(lengths, tmp_path / "parts", 1, fewest=4)
     first = store.encoded(iter(groups))
     assert [next(first)[1][0].tolist() for _ in range(2)] == [[0, 1], [1, 1]] and not store.is_reused
     first.close()
     kept = sorted((tmp_path / "parts").glob("0*-*"))
     kept[0].write_bytes(kept[0].read_bytes()[:-1])  # cut off, as by a machine that lost its power
-    again: PartStore[str] = PartStore(lengths, tmp_path / "parts", 1)
+    again: PartStore[str] = PartStore(lengths, tmp_path / "parts", 1, fewest=4)
     reused = []
     for number, (group, (counts,)) in enumerate(again.encoded(iter(groups))):
         assert group == groups[number] and counts.tolist() == [number, 1]

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
@@ -32,11 +32,11 @@ import xxhash
 
 from shardwise.data.parts import read_part
 from shardwise.data.tokenize_worker import Encoder
-from shardwise.errors import DataError, WorkerError
+from shardwise.errors import DataError, UserCodeError, WorkerError
 
 Item = TypeVar("Item")
 
-FEWEST_GROUPS = 4  # with fewer, starting processes takes longer than it saves
+REFUSALS = (DataError, UserCodeError)  # of what is read
 AHEAD = 2  # groups that are read before they are needed, for each process
 SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
@@ -57,9 +57,27 @@ def parts_removed_if_refused(parts: Path) -> Iterator[None]:
     """Remove the parts of a corpus that is refused in the block: mended, it is another one."""
     try:
         yield
-    except DataError:
+    except REFUSALS:
         remove_parts(parts)
         raise
+
+
+def grouped(items: Iterable[Item], size: Callable[[Item], int], least: int) -> Iterator[list[Item]]:
+    """Yield items in groups of `least` by their `size`, which are the same each time."""
+    group: list[Item] = []
+    total = 0
+    try:
+        for item in items:
+            group.append(item)
+            total += size(item)
+            if total >= least:
+                yield group
+                group, total = [], 0
+    except REFUSALS:
+        yield group  # what stands before the refused item may be wrong too, and is named first
+        raise
+    if group:
+        yield group
 
 
 class Begun(NamedTuple):
@@ -76,10 +94,11 @@ class PartStore(Generic[Item]):
         encoder: makes arrays of a group; it can be pickled.
         directory: of the parts. It is kept when the process is killed or interrupted.
         processes: that encode.
+        fewest: groups from which on processes are started.
     """
 
-    def __init__(self, encoder: Encoder, directory: Path, processes: int) -> None:
-        self._encoder, self._directory, self._processes = encoder, directory, processes
+    def __init__(self, encoder: Encoder, directory: Path, processes: int, fewest: int) -> None:
+        self._encoder, self._directory, self._processes, self._fewest = encoder, directory, processes, fewest
         self.is_reused = False
 
     def encoded(self, groups: Iterator[list[Item]]) -> Iterator[tuple[list[Item], list[np.ndarray]]]:
@@ -89,25 +108,23 @@ class PartStore(Generic[Item]):
             DataError: the first one in the order of the corpus, of reading or of encoding.
             WorkerError: a process has ended.
         """
-        first = list(islice(groups, FEWEST_GROUPS))
-        if len(first) < FEWEST_GROUPS:
+        readable = _Readable(groups)
+        first = list(islice(readable, self._fewest))
+        if len(first) < self._fewest:
             yield from ((group, self._encoder(group)) for group in first)
-            return
-        self._directory.mkdir(exist_ok=True)
-        yield from self._in_parallel(chain(first, groups))
+        else:
+            self._directory.mkdir(exist_ok=True)
+            yield from self._in_parallel(chain(first, readable))
+        if readable.refusal is not None:
+            raise readable.refusal
 
     def _in_parallel(self, groups: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[np.ndarray]]]:
         waiting: deque[tuple[list[Item], Begun]] = deque()
         with _Workers(self._encoder, self._processes) as workers:
-            try:
-                for number, group in enumerate(groups):
-                    waiting.append((group, self._begun(workers, number, group)))
-                    if len(waiting) > AHEAD * self._processes:
-                        yield self._taken(*waiting.popleft())
-            except DataError:
-                for _, begun in waiting:  # what stands before it may be wrong too, and is named first
-                    begun.arrays.result()
-                raise
+            for number, group in enumerate(groups):
+                waiting.append((group, self._begun(workers, number, group)))
+                if len(waiting) > AHEAD * self._processes:
+                    yield self._taken(*waiting.popleft())
             while waiting:
                 yield self._taken(*waiting.popleft())
 
@@ -125,6 +142,24 @@ class PartStore(Generic[Item]):
         there: Future[list[np.ndarray]] = Future()
         there.set_result(arrays)
         return Begun(there, is_reused=True)
+
+
+class _Readable(Generic[Item]):
+    """Groups up to the first that is refused: `refusal` is raised when those before it have turned out right."""
+
+    def __init__(self, groups: Iterator[list[Item]]) -> None:
+        self._groups = groups
+        self.refusal: DataError | UserCodeError | None = None
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        return self
+
+    def __next__(self) -> list[Item]:
+        try:
+            return next(self._groups)
+        except REFUSALS as refusal:
+            self.refusal = refusal
+            raise StopIteration from None
 
 
 class _Workers:

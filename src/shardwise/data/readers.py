@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from shardwise.data.compressed import opened_text
+from shardwise.data.compressed import opened_text, tell_read
 from shardwise.data.row_filter import EVERY_COLUMN
 from shardwise.errors import DataError
 from shardwise.words import nearest
@@ -161,15 +161,21 @@ def parquet_rows(path: Path, required: Sequence[str], optional: Sequence[str] = 
     try:
         with ParquetFile(path) as file:
             wanted = _columns(str(path), file.schema_arrow.names, required, optional)
-            number = 0
+            number, size, rows = 0, path.stat().st_size, file.metadata.num_rows
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
+                _tell_share(size, number - len(batch), number, rows)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read as Parquet: {error}; write it again, or set data.format to what it is"
         ) from error
+
+
+def _tell_share(size: int, before: int, now: int, rows: int) -> None:
+    """Tell that of a file's bytes as many have been read as of its rows, of which `before` were told of."""
+    tell_read(size * now // rows - size * before // rows)
 
 
 def dataset_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
@@ -179,11 +185,14 @@ def dataset_rows(path: Path, required: Sequence[str], optional: Sequence[str] = 
     try:
         dataset = _saved_dataset(path)
         wanted = _columns(str(path), dataset.column_names, required, optional)
-        number = 0
+        number, rows = 0, len(dataset)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         for batch in dataset.with_format(None).select_columns(wanted).iter(batch_size=BATCH_ROWS):
+            before = number
             for values in zip(*(batch[name] for name in wanted), strict=True):
                 number += 1
                 yield f"{path}, row {number}", dict(zip(wanted, values, strict=True))
+            _tell_share(size, before, number, rows)
     except (OSError, pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read as a saved data set: {error}; write it again with datasets.save_to_disk"

@@ -16,21 +16,22 @@ from typing import Any
 import numpy as np
 
 from shardwise.cache import cache_root
-from shardwise.data.chat_template import ChatTemplate, TokenizedRow, read_template
-from shardwise.data.conversations import COLUMNS, Conversation, TextPair, chat, preference, prompt_completion
+from shardwise.data.chat_template import read_template
 from shardwise.data.corpus import Corpus
-from shardwise.data.packed_rows import NO_TARGET, RowCorpus, RowSettings, split_rows
-from shardwise.data.split import document_hash, split_rule
+from shardwise.data.packed_rows import RowCorpus, RowSettings, split_rows
+from shardwise.data.parallel_tokenize import parts_removed_if_refused, remove_parts
+from shardwise.data.split import split_rule
 from shardwise.data.store import COMPLETE, Column, ColumnWriter, build_once, digest
 from shardwise.data.token_data import TokenData
-from shardwise.data.tokenizer import TokenizerSource, check_vocabulary, load_tokenizer
+from shardwise.data.tokenize_progress import TokenizeProgress
+from shardwise.data.tokenized_rows import RowArrays, RowEncoder, tokenized_rows
+from shardwise.data.tokenizer import TokenizerSource, check_vocabulary
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
 
 Say = Callable[[str], None]
 
 VERSION = 1  # of the cached layout and of how rows are rendered; part of the cache key
-REPORTED_ROWS = 20_000  # between two words on the progress
 # The columns, in the order of RowCorpus, and their dtypes.
 FILES: dict[str, type[np.integer[Any]]] = {
     "tokens.arrow": np.int32,
@@ -38,11 +39,6 @@ FILES: dict[str, type[np.integer[Any]]] = {
     "starts.arrow": np.int64,
     "hashes.arrow": np.uint64,
     "first_targets.arrow": np.int64,
-}
-READERS: dict[str, Callable[[str, Any], Conversation | TextPair]] = {
-    "chat": chat,
-    "prompt_completion": prompt_completion,
-    "preference": lambda where, row: preference(where, row).chosen,
 }
 PAIRS = "pairs"  # in the key of a cache that holds both completions of preferences
 
@@ -57,7 +53,10 @@ def prepare_rows(
     directory = cache_root(job.data.cache_directory) / "rows" / key
     if (directory / COMPLETE).is_file():
         say(f"tokens of {corpus.describe()} are cached in {directory}")
-    build_once(directory, lambda target: _build(target, job, corpus, source, template, say), say)
+    encoder = RowEncoder(source, template, job.data.trained_part, corpus.format, job.reads_pairs)
+    parts = directory.with_name(f"{key}.parts")
+    build_once(directory, lambda target: _build(target, parts, corpus, encoder, say), say)
+    remove_parts(parts)
     return _open(directory, job, source, model_vocabulary)
 
 
@@ -89,18 +88,18 @@ def _open(directory: Path, job: Job, source: TokenizerSource, model_vocabulary: 
     )
 
 
-def _build(target: Path, job: Job, corpus: Corpus, source: TokenizerSource, template: str | None, say: Say) -> None:
-    """Write the columns and their description into `target`."""
-    tokenizer = load_tokenizer(source)
-    renderer = ChatTemplate(tokenizer, source, template, job.data.trained_part)
+def _build(target: Path, parts: Path, corpus: Corpus, encoder: RowEncoder, say: Say) -> None:
+    """Write the columns and their description into `target`; `parts` stays where this is cut off."""
+    tokenizer, together = encoder.renderer.tokenizer, 2 if encoder.in_pairs else 1
     say(f"rendering and tokenizing {corpus.describe()}")
-    known = _write_columns(target, renderer.tokenized(_completions(corpus, job.reads_pairs)), say)
+    with TokenizeProgress(corpus.size, "rows", say) as progress, parts_removed_if_refused(parts):
+        known = _write_columns(target, tokenized_rows(corpus, encoder, parts, progress), together, progress)
     if not known["rows"]:
         raise DataError(f"data.path={corpus.path!r} holds no row ({corpus.describe()}); give a path with rows")
     if not known["rows_with_target"]:
         raise DataError(
             f"data.path={corpus.path!r}: none of {known['rows']:,} rows has a token that is trained on "
-            f"(data.train_on={job.data.trained_part}); check the roles of its messages, and that the chat template's "
+            f"(data.train_on={encoder.train_on}); check the roles of its messages, and that the chat template's "
             "{% generation %} blocks stand around what the assistant says"
         )
     end = tokenizer.eos_token_id
@@ -111,39 +110,25 @@ def _build(target: Path, job: Job, corpus: Corpus, source: TokenizerSource, temp
         "eos_id": end,
         "padding_id": padding,
     }
-    rows = known["rows"] // (2 if job.reads_pairs else 1)
-    say(f"{rows:,} rows, {known['tokens']:,} tokens, {known['trained']:,} of them trained on")
+    say(f"{known['rows'] // together:,} rows, {known['tokens']:,} tokens, {known['trained']:,} of them trained on")
     (target / COMPLETE).write_text(json.dumps(known))
 
 
-def _completions(corpus: Corpus, in_pairs: bool) -> Iterator[Conversation | TextPair]:
-    """Yield what is rendered and tokenized of each row; of a pair both completions."""
-    for where, row in corpus.rows(COLUMNS):
-        if in_pairs:
-            yield from preference(where, row)
-        else:
-            yield READERS[corpus.format](where, row)
-
-
-def _write_columns(target: Path, rows: Iterator[TokenizedRow], say: Say) -> dict[str, Any]:
+def _write_columns(target: Path, groups: Iterator[RowArrays], together: int, progress: TokenizeProgress) -> dict[str, Any]:
     trained = with_target = 0
     tokens, masks, starts, hashes, first_targets = writers = [
         ColumnWriter(target / name, dtype) for name, dtype in FILES.items()
     ]
     with tokens, masks, starts, hashes, first_targets:
-        for row in rows:
-            starts.extend([tokens.length])
-            tokens.extend(row.ids)
-            masks.extend(row.trained)
-            row_hash = document_hash()
-            row_hash.update(row.ids.astype("<i4").tobytes())
-            hashes.extend([row_hash.intdigest()])
-            targets = np.flatnonzero(row.trained[1:]) + 1  # no position has the first token as its label
-            first_targets.extend([int(targets[0]) if len(targets) else NO_TARGET])
-            trained += len(targets)
-            with_target += bool(len(targets))
-            if starts.length % REPORTED_ROWS == 0:
-                say(f"tokenizing: {starts.length:,} rows, {tokens.length:,} tokens")
+        for rows in groups:
+            starts.extend(tokens.length + np.cumsum(rows.lengths) - rows.lengths)
+            tokens.extend(rows.tokens)
+            masks.extend(rows.trained)
+            hashes.extend(rows.hashes)
+            first_targets.extend(rows.first_targets)
+            trained += int(rows.targets.sum())
+            with_target += int(np.count_nonzero(rows.targets))
+            progress.advance(starts.length // together, tokens.length)
     return {
         "rows": starts.length,
         "rows_with_target": with_target,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.data.corpus import Corpus
-from shardwise.data.parallel_tokenize import PartStore, usable_cores
+from shardwise.data.parallel_tokenize import PartStore, grouped, usable_cores
 from shardwise.data.text_encoder import Piece, TextEncoder, joined
 from shardwise.data.tokenize_worker import Encoder
 from shardwise.data.tokenizer import TokenizerSource, encode, load_tokenizer
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.data.tokenize_progress import TokenizeProgress
 
 GROUP_CHARACTERS = 1 << 20  # text of a part, at least
+FEWEST_GROUPS = 4  # with fewer, starting processes takes longer than it saves
 MOST_PARTS = 4096  # from which on parts are larger
 LARGEST_GROUP = 1 << 24
 
@@ -64,7 +65,7 @@ def tokenized_pieces(
     corpus: Corpus, tokenizer: PreTrainedTokenizerBase, source: TokenizerSource, parts: Path, progress: TokenizeProgress
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yield (token ids, is the document's last piece) of the corpus; `parts` is kept where this is cut off."""
-    store: PartStore[Piece] = PartStore(text_encoder(tokenizer, source), parts, usable_cores())
+    store: PartStore[Piece] = PartStore(text_encoder(tokenizer, source), parts, usable_cores(), FEWEST_GROUPS)
     for group, (lengths, ids) in store.encoded(groups(corpus)):
         if store.is_reused:
             progress.skip()
@@ -75,14 +76,9 @@ def tokenized_pieces(
 
 def groups(corpus: Corpus) -> Iterator[list[Piece]]:
     """Yield the pieces of a corpus in groups, which are the same each time."""
-    least = min(max(GROUP_CHARACTERS, corpus.size // MOST_PARTS), LARGEST_GROUP)
-    group: list[Piece] = []
-    size = 0
-    for text, last in corpus.texts():
-        group.append((text, last))
-        size += len(text)
-        if size >= least:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    return grouped(corpus.texts(), lambda piece: len(piece[0]), group_size(corpus))
+
+
+def group_size(corpus: Corpus) -> int:
+    """Return the characters of a group, at least."""
+    return min(max(GROUP_CHARACTERS, corpus.size // MOST_PARTS), LARGEST_GROUP)
