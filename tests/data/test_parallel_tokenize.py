@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from shardwise.data import tokenized_text
-from shardwise.data.parallel_tokenize import PartStore
+from shardwise.data.parallel_tokenize import PartStore, grouped
 from shardwise.data.parts import read_part, write_part
 from shardwise.data.prepare import prepare
 from shardwise.errors import DataError, WorkerError
@@ -39,6 +41,12 @@ prepare.prepare(Job.model_validate_json(sys.argv[1]))
 def columns(directory: str | None) -> dict[str, bytes]:
     assert directory is not None
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def refused(groups: list[list[str]]) -> Iterator[str]:
+    """Yield texts, and refuse what stands behind them."""
+    yield from chain.from_iterable(groups)
+    raise DataError("row 9 is wrong")
 
 
 def orphans() -> list[psutil.Process]:
@@ -83,6 +91,9 @@ def test_parts_are_taken_up_and_ends_are_named(tmp_path: Path) -> None:
         list(again.encoded(iter([*groups, ["stop"]])))
     with pytest.raises(DataError, match=r"^row 7 is wrong$"):
         list(again.encoded(iter([*groups, ["wrong"]])))
+    for number in (2, 6):  # in this process, and in others
+        with pytest.raises(DataError, match=r"^row 7 is wrong$"):
+            list(again.encoded(grouped(refused([*groups[:number], ["wrong"]]), lambda item: 1, 3)))
     assert not [child for child in psutil.Process().children() if "tokenize_worker" in " ".join(child.cmdline())]
 
 

@@ -17,7 +17,6 @@ from shardwise.cache import cache_root
 from shardwise.data.store import COMPLETE, build_once, digest
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
-from shardwise.model.added_tokens import add_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,6 +197,8 @@ def _extended(job: Job, source: TokenizerSource, say: Callable[[str], None]) -> 
     directory = cache_root(job.data.cache_directory) / "tokenizers" / key
 
     def build(target: Path) -> None:
+        from shardwise.model.added_tokens import add_tokens  # slow to import; processes that tokenize need it not
+
         tokenizer = load_tokenizer(source)
         size = add_tokens(tokenizer, tokens)
         tokenizer.save_pretrained(str(target))
