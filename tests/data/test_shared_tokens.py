@@ -7,15 +7,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwise.data.corpus import find_corpus, with_format
 from shardwise.data.evaluation_sets import job_of_set
 from shardwise.data.prepare import prepare
 from shardwise.data.remote_tokens import is_taken, upload
+from shardwise.data.shared_rows import rendering_of
 from shardwise.data.shared_tokens import write_shared
 from shardwise.data.statistics import statistics
 from shardwise.data.store import COMPLETE
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError
+from shardwise.job.schema import Job
+from tests.data.chats import BLOCKS, CHATS, as_messages, chat_job
 from tests.data.conftest import TEXTS, JobMaker
 from tests.s3 import s3, s3_server  # noqa: F401
 
@@ -102,3 +107,38 @@ def test_a_manifest_names_nothing_outside_of_its_directory(make_job: JobMaker, t
     with pytest.raises(DataError, match="not below it"):
         prepare(make_job(**shared_job_keys(f"file://{tmp_path / 'bad'}", tmp_path)))
     assert not list(tmp_path.rglob("escaped"))
+
+
+def test_a_directory_of_rows_gives_the_samples_of_its_files(tmp_path: Path) -> None:
+    rows = [{"messages": as_messages(turns)} for turns in CHATS]
+    job = chat_job(tmp_path, rows, format="chat", packing=True)
+    own = prepare(job)
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    assert own.directory is not None and job.data.tokenizer is not None
+    tokenizer = Path(job.data.tokenizer)
+    write_shared(Path(own.directory), tokenizer, directory, rendering_of(job, tokenizer))
+    Path(str(job.data.path)).unlink()
+
+    def other(**keys: object) -> Job:
+        data = {"path": str(directory), "cache_directory": str(tmp_path / "other"), "sequence_length": 64}
+        return with_format(Job.model_validate({"data": {**data, "validation_fraction": 0.2, "packing": True, **keys}}))
+
+    data = prepare(other())
+    assert other().objective == "sft" and (data.content, data.row_counts) == (own.content, own.row_counts)
+    given, expected = data.train.batch([0], [0], 5), own.train.batch([0], [0], 5)
+    assert given.labels is not None and expected.labels is not None and torch.equal(given.labels, expected.labels)
+    sources = [{"path": str(directory), "name": name, "weight": 1.0} for name in ("a", "b")]
+    assert prepare(other(path=None, sources=sources)).documents == 2 * own.documents
+    with pytest.raises(ConfigError, match=r"this job's data\.train_on is all; set data\.train_on: assistant, or"):
+        prepare(other(train_on="all"))
+    (tmp_path / "other.jinja").write_text(BLOCKS)
+    with pytest.raises(ConfigError, match=r"another chat template than data\.chat_template='.*; leave data\.chat_temp"):
+        prepare(other(chat_template=str(tmp_path / "other.jinja")))
+    with pytest.raises(ConfigError, match=r"tokens of rows in the format chat that are made, which data\.format=text"):
+        other(format="text")
+    for key, value in {"max_documents": 2, "filter": {"source": "a"}}.items():
+        with pytest.raises(ConfigError, match=rf"data\.{key}=.* has no meaning with data\.path"):
+            prepare(other(**{key: value}))
+    with pytest.raises(DataError, match=r"holds tokens that are made and no corpus, which is needed here"):
+        find_corpus(other().data)

@@ -12,7 +12,9 @@ from shardwise.errors import ConfigError, OutputError
 from shardwise.words import listed, say_note
 
 if TYPE_CHECKING:
+    from shardwise.data.token_data import TokenData
     from shardwise.job.data_section import DataSection
+    from shardwise.job.schema import Job
 
 
 def prepare_options(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +40,11 @@ def run_data_prepare(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     for note in notes:
         say_note(note)
     data = prepare_data(job, plan_with_facts(job)[1], say_note)
-    tokenizer = None if data.tokenizer_directory is None else Path(data.tokenizer_directory)
     if options.output is not None:
-        _leave(Path(str(data.directory)), tokenizer, options.output)
+        _leave(job, data, options.output)
     for part in [source.data for source in data.sources] or [data]:
-        print(f"{part.documents:,} documents, {part.tokens:,} tokens in {options.output or part.directory}")
+        unit = "documents" if part.row_counts is None else "rows"
+        print(f"{part.documents:,} {unit}, {part.tokens:,} tokens in {options.output or part.directory}")
     return 0
 
 
@@ -63,11 +65,6 @@ def _refuse_data(data: DataSection, output: str | None) -> None:
             f"--output={output!r} takes one corpus, and data.sources has {len(data.sources)}; prepare each by itself "
             "as data.path, with one data.tokenizer, and name the directories in data.sources"
         )
-    if output is not None and data.has_rows:
-        raise ConfigError(
-            f"--output={output!r} takes documents, and data.format={data.format} has rows of conversations, which "
-            "other jobs may render otherwise; leave --output out, and they are kept in the cache"
-        )
 
 
 def _refuse_taken(output: str) -> None:
@@ -77,23 +74,35 @@ def _refuse_taken(output: str) -> None:
         raise OutputError(f"--output={output!r} is there already; give another, or remove it")
 
 
-def _leave(cached: Path, tokenizer: Path | None, output: str) -> None:
+def _write(job: Job, data: TokenData, target: Path) -> None:
+    """Write the tokens of a job into an empty directory, and of rows how they were rendered."""
+    from shardwise.data.chat_template import read_template
+    from shardwise.data.shared_rows import TEMPLATE, rendering_of
+    from shardwise.data.shared_tokens import write_shared
+
+    cached, tokenizer = Path(str(data.directory)), data.tokenizer_directory and Path(data.tokenizer_directory)
+    if not tokenizer or not job.data.has_rows:
+        return write_shared(cached, tokenizer or None, target)
+    template = read_template(job.data)
+    write_shared(cached, tokenizer, target, rendering_of(job, tokenizer), {TEMPLATE: template} if template else {})
+
+
+def _leave(job: Job, data: TokenData, output: str) -> None:
     """Write the directory under another name first; behind a URL its manifest comes last."""
     from shardwise.data.remote_tokens import is_url, upload
-    from shardwise.data.shared_tokens import write_shared
 
     target = Path(output).expanduser().absolute()
     try:
         if is_url(output):
             with tempfile.TemporaryDirectory() as directory:
-                write_shared(cached, tokenizer, Path(directory))
+                _write(job, data, Path(directory))
                 return upload(Path(directory), output)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
         partial.mkdir()
         try:
-            write_shared(cached, tokenizer, partial)
+            _write(job, data, partial)
             partial.rename(target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

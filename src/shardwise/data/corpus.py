@@ -119,18 +119,20 @@ class Corpus:
 def data_format(data: DataSection) -> str:
     """`data.format` with `auto` resolved, but of a stream; refuses keys that contradict each other.
 
-    A directory of `shardwise data prepare` holds `tokens`.
+    A directory of `shardwise data prepare` holds `tokens`, or rows.
     """
     if data.streaming:
         refuse_password(str(data.path))
         return data.format
-    if find_shared(data) is not None:
-        if data.format not in ("auto", "tokens") or data.factory is not None:
+    shared = find_shared(data)
+    if shared is not None:
+        if data.format not in ("auto", shared.format) or data.factory is not None:
+            made = "" if shared.rows is None else f" of rows in the format {shared.format}"
             raise ConfigError(
-                f"data.path={data.path!r} holds tokens that are made, which data.format={data.format} and data.factory "
-                "do not read; leave them out"
+                f"data.path={data.path!r} holds tokens{made} that are made, which data.format={data.format} and "
+                "data.factory do not read; leave them out"
             )
-        return "tokens"
+        return shared.format
     if data.format == "auto":
         name = "factory" if data.factory else "stdlib" if data.path is None else _infer(data)
     else:
@@ -175,6 +177,11 @@ def data_of_source(data: DataSection, source: DataSource) -> DataSection:
 
 def find_corpus(data: DataSection) -> Corpus:
     """The corpus that a job's data section names."""
+    if find_shared(data) is not None:
+        raise DataError(
+            f"data.path={data.path!r} holds tokens that are made and no corpus, which is needed here (as `shardwise "
+            "verify` reads rows again, and a stream its shards); give the corpus"
+        )
     name = data_format(data)
     if name == "stdlib":
         files, container = stdlib_files(), "text"

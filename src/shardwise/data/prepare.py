@@ -20,8 +20,9 @@ from shardwise.data.evaluation_sets import open_sets
 from shardwise.data.factory import open_samples
 from shardwise.data.packing import ENDLESS, Masking, Spans, Windows, split_windows
 from shardwise.data.parallel_tokenize import parts_removed_if_refused, remove_parts
-from shardwise.data.row_cache import prepare_rows
-from shardwise.data.shared_manifest import find_shared
+from shardwise.data.row_cache import open_rows, prepare_rows
+from shardwise.data.shared_manifest import SharedTokens, find_shared
+from shardwise.data.shared_rows import check_rendering
 from shardwise.data.shared_tokens import check_shared, tokenizer_of
 from shardwise.data.sources import prepare_sources
 from shardwise.data.split import TokenCorpus, document_hash, split_rule
@@ -65,8 +66,7 @@ def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
         return _from_stream(job, model_vocabulary, say)
     shared = find_shared(job.data)
     if shared is not None:
-        check_shared(shared, job, say)
-        return open_tokens(shared.directory, job, model_vocabulary, tokenizer_of(shared))
+        return _from_shared(shared, job, model_vocabulary, say)
     corpus = find_corpus(job.data)
     source = find_tokenizer(job, [corpus], model_vocabulary, say)
     if corpus.format in ROW_FORMATS:
@@ -80,6 +80,16 @@ def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     build_once(directory, lambda target: _build(target, parts, corpus, source, model_vocabulary, say), say)
     remove_parts(parts)
     return open_tokens(directory, job, model_vocabulary, source)
+
+
+def _from_shared(shared: SharedTokens, job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
+    check_shared(shared, job, say)
+    source = tokenizer_of(shared)
+    if shared.rows is None:
+        return open_tokens(shared.directory, job, model_vocabulary, source)
+    check_rendering(shared, job)
+    assert source is not None  # rows are never written without
+    return open_rows(shared.directory, job, source, model_vocabulary)
 
 
 def open_tokens(

@@ -57,10 +57,11 @@ def prepare_rows(
     parts = directory.with_name(f"{key}.parts")
     build_once(directory, lambda target: _build(target, parts, corpus, encoder, say), say)
     remove_parts(parts)
-    return _open(directory, job, source, model_vocabulary)
+    return open_rows(directory, job, source, model_vocabulary)
 
 
-def _open(directory: Path, job: Job, source: TokenizerSource, model_vocabulary: int | None) -> TokenData:
+def open_rows(directory: Path, job: Job, source: TokenizerSource, model_vocabulary: int | None) -> TokenData:
+    """Return the rows of a complete cached directory; reads no corpus."""
     try:
         known = json.loads((directory / COMPLETE).read_text())
     except (OSError, ValueError) as error:
@@ -114,7 +115,9 @@ def _build(target: Path, parts: Path, corpus: Corpus, encoder: RowEncoder, say: 
     (target / COMPLETE).write_text(json.dumps(known))
 
 
-def _write_columns(target: Path, groups: Iterator[RowArrays], together: int, progress: TokenizeProgress) -> dict[str, Any]:
+def _write_columns(
+    target: Path, groups: Iterator[RowArrays], together: int, progress: TokenizeProgress
+) -> dict[str, Any]:
     trained = with_target = 0
     tokens, masks, starts, hashes, first_targets = writers = [
         ColumnWriter(target / name, dtype) for name, dtype in FILES.items()

@@ -29,6 +29,17 @@ class SharedTokens:
         value: str | None = self.known[SHARED]["vocabulary"]
         return value
 
+    @property
+    def rows(self) -> dict[str, Any] | None:
+        """How rows of conversations were rendered; None where the tokens are of documents."""
+        value: dict[str, Any] | None = self.known[SHARED].get("rows")
+        return value
+
+    @property
+    def format(self) -> str:
+        """The `data.format` of what it holds."""
+        return "tokens" if self.rows is None else str(self.rows["format"])
+
 
 def find_shared(data: DataSection) -> SharedTokens | None:
     """Return the directory of tokens that `data.path` names; None where it names something else.

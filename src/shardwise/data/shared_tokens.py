@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from shardwise.cache import cache_root
 from shardwise.data.shared_manifest import SHARED, VERSION, SharedTokens
@@ -24,7 +26,13 @@ TOKENIZER = "tokenizer"  # directory of the tokenizer beside the columns
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py"}
 CONFIGURATION = "tokenizer_config.json"  # says more than which text is which token
 BLOCK = 1 << 22
-OF_THE_CORPUS = ("field", "max_documents", "added_tokens", "vocabulary_size")  # keys that are settled in a directory
+OF_THE_CORPUS = (
+    "field",
+    "filter",
+    "max_documents",
+    "added_tokens",
+    "vocabulary_size",
+)  # keys that are settled in a directory
 
 
 def tokenizer_of(shared: SharedTokens) -> TokenizerSource | None:
@@ -34,18 +42,34 @@ def tokenizer_of(shared: SharedTokens) -> TokenizerSource | None:
     return TokenizerSource(shared.directory / TOKENIZER, shared.vocabulary, key="data.path")
 
 
-def write_shared(cached: Path, tokenizer: Path | None, target: Path) -> None:
-    """Write a cached directory, and the tokenizer that its tokens are of, into the empty directory `target`."""
+def write_shared(
+    cached: Path,
+    tokenizer: Path | None,
+    target: Path,
+    rows: dict[str, Any] | None = None,
+    beside: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write a cached directory for other machines.
+
+    Args:
+        cached: the directory in the cache.
+        tokenizer: that its tokens are of.
+        target: an empty directory.
+        rows: how they were rendered, for the manifest; None for documents.
+        beside: texts of further files, by name.
+    """
     known = json.loads((cached / COMPLETE).read_text())
     for file in sorted(cached.glob("*.arrow")):
         shutil.copyfile(file, target / file.name)
+    for name, text in beside.items():
+        (target / name).write_text(text, encoding="utf-8")
     if tokenizer is not None:
         (target / TOKENIZER).mkdir()
         for file in _tokenizer_files(tokenizer):
             shutil.copyfile(file, target / TOKENIZER / file.name)
     vocabulary = None if tokenizer is None else vocabulary_hash(tokenizer)
     files = {name: [size, hash_of(target / name)] for name, size in _sizes(target)}
-    known[SHARED] = {"version": VERSION, "vocabulary": vocabulary, "files": files}
+    known[SHARED] = {"version": VERSION, "vocabulary": vocabulary, "rows": rows, "files": files}
     (target / COMPLETE).write_text(json.dumps(known, indent=1))
 
 

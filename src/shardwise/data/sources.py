@@ -67,7 +67,7 @@ def prepare_sources(
     streams = sum(source.streaming for source in ordered)
     prepared = []
     for source, corpus in zip(ordered, corpora, strict=True):
-        keys: dict[str, Any] = {"format": _format_of(corpus)}
+        keys: dict[str, Any] = {"format": corpus.format}
         if isinstance(corpus, StreamCorpus):  # read as the job says, by its share of the processes
             keys = {"num_workers": job.data.num_workers or max(1, default_workers() // streams)}
         own = job.model_copy(update={"data": data_of_source(job.data, source).model_copy(update=tokenizer | keys)})
@@ -87,10 +87,6 @@ def _named(source: DataSource, data: TokenData) -> TokenData:
     return replace(data, train=replace(data.train, stream=data.train.stream.named(source.label)))
 
 
-def _format_of(corpus: Found) -> str:
-    return "tokens" if isinstance(corpus, SharedTokens) else corpus.format
-
-
 def _within(source: DataSource, read: Callable[[], Result]) -> Result:
     """Return what `read` does; an error says of which source it is."""
     try:
@@ -107,7 +103,7 @@ def _check_kinds(job: Job, sources: Sequence[DataSource], corpora: Sequence[Foun
     """
     kinds: dict[str, str] = {}
     for source, corpus in zip(sources, corpora, strict=True):
-        form = _format_of(corpus)
+        form = corpus.format
         kind = form if form in (*ROW_FORMATS, "tokens") else "documents"
         kinds.setdefault("rows" if kind in ("chat", "prompt_completion") else kind, source.label)
     if len(kinds) == 1 or (_has_tokenizer(job) and kinds.keys() == {"documents", "tokens"}):
@@ -145,8 +141,13 @@ def _common_tokenizer(
 ) -> dict[str, str]:
     """Return the key that names the tokenizer trained on all sources; none where there is another, or no text."""
     texts = [corpus for corpus in corpora if not isinstance(corpus, SharedTokens)]
-    if _has_tokenizer(job) or _format_of(corpora[0]) == "tokens":
+    if _has_tokenizer(job) or not texts or corpora[0].format == "tokens":
         return {}
+    if len(texts) < len(corpora):
+        raise ConfigError(
+            "data.sources: some hold rows that are tokenized, and others rows that are not; set data.tokenizer to the "
+            "one that made the tokens"
+        )
     trained = find_tokenizer(job, texts, model_vocabulary, say)
     return {} if trained is None else {"tokenizer": str(trained.directory)}
 

@@ -95,9 +95,7 @@ class RowEncoder:
                 yield READERS[self.format](where, row)
 
 
-def tokenized_rows(
-    corpus: Corpus, encoder: RowEncoder, parts: Path, progress: TokenizeProgress
-) -> Iterator[RowArrays]:
+def tokenized_rows(corpus: Corpus, encoder: RowEncoder, parts: Path, progress: TokenizeProgress) -> Iterator[RowArrays]:
     """Yield the arrays of each group of rows; `parts` is kept where this is cut off."""
     store: PartStore[Row] = PartStore(encoder, parts, usable_cores(), FEWEST_GROUPS)
     rows = ((where, {name: row[name] for name in COLUMNS if name in row}) for where, row in corpus.rows(COLUMNS))
