@@ -10,7 +10,7 @@ import yaml
 
 from shardwise.commands.cli import main
 from shardwise.job.sources import job_to_yaml
-from tests.data.chats import CHATS, END, as_messages, chat_job
+from tests.data.chats import CHATS, END, PLAIN, as_messages, chat_job
 
 MODEL = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64, "vocab_size": 257}
 
@@ -57,6 +57,22 @@ def test_pairs_are_shown_chosen_first(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
+def test_rows_are_left_for_other_machines_with_their_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.jinja").write_text(PLAIN.replace("'['", "'<'").replace("[assistant]", "<assistant]"))
+    path, made = job_file(tmp_path, chat_template=str(tmp_path / "own.jinja")), tmp_path / "made"
+    assert main(["data", "prepare", path, "--output", str(made)]) == 0
+    assert capsys.readouterr().out == f"6 rows, 144 tokens in {made}\n"
+    (tmp_path / "rows.jsonl").unlink()
+    keys = ["--data.path", str(made), "--samples", "1"]
+    assert main(["data", "show", path, *keys, "--data.chat_template", str(made / "chat_template.jinja")]) == 0
+    assert f"<user]6+1?{END}<assistant]«7{END}»" in capsys.readouterr().out
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    assert main(["data", "show", path, *keys]) == 2
+    assert f"set data.chat_template to {made / 'chat_template.jinja'}" in capsys.readouterr().err.replace("\n", " ")
+
+
 SOURCES = {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
 
 
@@ -71,7 +87,6 @@ SOURCES = {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
             "streaming of data.sources, a, tokenizes",
         ),
         ({"factory": "a:b"}, [], "give a corpus"),
-        ({"path": "a.jsonl", "format": "chat"}, ["--output", "made"], "leave --output out"),
     ],
 )
 def test_what_is_not_tokenized_ahead_is_refused(

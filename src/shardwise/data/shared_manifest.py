@@ -31,13 +31,13 @@ class SharedTokens:
 
     @property
     def rows(self) -> dict[str, Any] | None:
-        """How rows of conversations were rendered; None where the tokens are of documents."""
+        """Return how rows of conversations were rendered; None where the tokens are of documents."""
         value: dict[str, Any] | None = self.known[SHARED].get("rows")
         return value
 
     @property
     def format(self) -> str:
-        """The `data.format` of what it holds."""
+        """Return the `data.format` of what it holds."""
         return "tokens" if self.rows is None else str(self.rows["format"])
 
 

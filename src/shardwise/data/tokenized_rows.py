@@ -29,7 +29,7 @@ from shardwise.data.packed_rows import NO_TARGET
 from shardwise.data.parallel_tokenize import PartStore, grouped, usable_cores
 from shardwise.data.readers import Row
 from shardwise.data.split import document_hash
-from shardwise.data.tokenized_text import group_size
+from shardwise.data.tokenized_text import least_characters
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ROW_CHARACTERS = 500  # a row takes to render what so many characters take to tokenize
 # With fewer groups, starting processes takes longer than it saves: each imports transformers, and PyTorch with it.
-FEWEST_GROUPS = 32
+FEWEST_GROUPS = 16
 READERS: dict[str, Callable[[str, Any], Conversation | TextPair]] = {
     "chat": chat,
     "prompt_completion": prompt_completion,
@@ -99,7 +99,7 @@ def tokenized_rows(corpus: Corpus, encoder: RowEncoder, parts: Path, progress: T
     """Yield the arrays of each group of rows; `parts` is kept where this is cut off."""
     store: PartStore[Row] = PartStore(encoder, parts, usable_cores(), FEWEST_GROUPS)
     rows = ((where, {name: row[name] for name in COLUMNS if name in row}) for where, row in corpus.rows(COLUMNS))
-    for _, arrays in store.encoded(grouped(rows, _size, group_size(corpus))):
+    for _, arrays in store.encoded(grouped(rows, _size, least_characters(corpus))):
         if store.is_reused:
             progress.skip()
         yield RowArrays(*arrays)

@@ -76,9 +76,9 @@ def tokenized_pieces(
 
 def groups(corpus: Corpus) -> Iterator[list[Piece]]:
     """Yield the pieces of a corpus in groups, which are the same each time."""
-    return grouped(corpus.texts(), lambda piece: len(piece[0]), group_size(corpus))
+    return grouped(corpus.texts(), lambda piece: len(piece[0]), least_characters(corpus))
 
 
-def group_size(corpus: Corpus) -> int:
+def least_characters(corpus: Corpus) -> int:
     """Return the characters of a group, at least."""
     return min(max(GROUP_CHARACTERS, corpus.size // MOST_PARTS), LARGEST_GROUP)
