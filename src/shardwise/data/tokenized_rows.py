@@ -98,10 +98,12 @@ class RowEncoder:
 def tokenized_rows(corpus: Corpus, encoder: RowEncoder, parts: Path, progress: TokenizeProgress) -> Iterator[RowArrays]:
     """Yield the arrays of each group of rows; `parts` is kept where this is cut off."""
     store: PartStore[Row] = PartStore(encoder, parts, usable_cores(), FEWEST_GROUPS)
-    rows = ((where, {name: row[name] for name in COLUMNS if name in row}) for where, row in corpus.rows(COLUMNS))
-    for _, arrays in store.encoded(grouped(rows, _size, least_characters(corpus))):
-        if store.is_reused:
-            progress.skip()
+    rows: Iterator[Row] = (
+        (where, {name: row[name] for name in COLUMNS if name in row}) for where, row in corpus.rows(COLUMNS)
+    )
+    groups = grouped(rows, _size, least_characters(corpus))
+    for _, arrays in store.encoded(progress.read_ahead(groups)):
+        progress.next_group(store.is_reused)
         yield RowArrays(*arrays)
 
 

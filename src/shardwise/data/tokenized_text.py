@@ -66,9 +66,8 @@ def tokenized_pieces(
 ) -> Iterator[tuple[np.ndarray, bool]]:
     """Yield (token ids, is the document's last piece) of the corpus; `parts` is kept where this is cut off."""
     store: PartStore[Piece] = PartStore(text_encoder(tokenizer, source), parts, usable_cores(), FEWEST_GROUPS)
-    for group, (lengths, ids) in store.encoded(groups(corpus)):
-        if store.is_reused:
-            progress.skip()
+    for group, (lengths, ids) in store.encoded(progress.read_ahead(groups(corpus))):
+        progress.next_group(store.is_reused)
         ends = np.cumsum(lengths)
         for start, end, (_, last) in zip(ends - lengths, ends, group, strict=True):
             yield ids[start:end], last
