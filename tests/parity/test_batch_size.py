@@ -79,6 +79,22 @@ def test_an_epoch_ends_with_its_samples(world_pool: WorldPool, corpora: Path, tm
     assert sizes[:5] == [4, 4, 6, 6, 40] and sum(sizes) == read["samples"]
 
 
+def test_an_epoch_is_not_gone_on_in_other_steps(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    """They would end before its samples, or ask for more than there are."""
+
+    def in_steps_of(size: int) -> Job:
+        job = a_job(corpora, tmp_path / "run", training={"sequences_per_step": size}).model_dump(exclude_unset=True)
+        del job["training"]["steps"]
+        job["training"]["epochs"] = 1
+        return Job.model_validate(job)
+
+    world_pool.run(1, train, in_steps_of(40))
+    world_pool.run(1, train, resumed(in_steps_of(40)))
+    for size in (20, 80):
+        with pytest.raises(WorldError, match=f"sequences_per_step={size}, .* in the place of epochs"):
+            world_pool.run(1, train, resumed(in_steps_of(size)))
+
+
 @pytest.mark.slow
 def test_a_wrong_size_is_named(world_pool: WorldPool, corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that holds on to the first size at the second step, and one that takes the last size at once."""

@@ -25,4 +25,11 @@ def test_steps_are_those_of_a_run_that_is_counted() -> None:
             size = next((size for size, end in zip(sizes, ends) if read < end), sizes[-1])
             assert (planned.of(step), planned.after(read), planned.samples_before(step)) == (size, size, read)
             assert planned.steps_for(read + 1) == planned.steps_for(read + size) == step + 1
+            assert planned.steps_between(read, 900) == planned.steps_for(900) - step
             read += size
+            if read >= 900:
+                break
+
+
+def test_steps_behind_a_ragged_one_are_counted_from_its_samples() -> None:
+    assert step_sizes(TrainingSection(), 7, 16).steps_between(17, 34) == 2

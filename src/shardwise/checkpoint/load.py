@@ -42,6 +42,7 @@ from shardwise.kernels.precision import LossScaler
 from shardwise.model.parameter_optimizers import optimizers_of_parameters
 from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
+from shardwise.plan.plan import Plan
 from shardwise.words import listed
 
 Say = Callable[[str], None]
@@ -183,6 +184,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
     _check_batch_sizes(job, manifest, path)
+    _check_epochs(model.plan, manifest.progress, path)
 
 
 def check_model(model: ParallelModel, manifest: Manifest, path: str) -> None:
@@ -260,6 +262,22 @@ def _check_batch_sizes(job: Mapping[str, Any], manifest: Manifest, path: str) ->
             f"{path} was trained with training.batch_size_schedule={wrote}, the job has {reads}; restore it, or start "
             "from exported weights with model.path"
         )
+
+
+def _check_epochs(plan: Plan, progress: Progress, path: str) -> None:
+    """Refuse other steps in a run of epochs, which would end before its samples, or behind them.
+
+    Raises:
+        CheckpointError: with what the job's steps would have read by then.
+    """
+    total = plan.total_sequences
+    if total is None or progress.step + plan.step_sizes.steps_between(progress.samples, total) == plan.steps:
+        return
+    raise CheckpointError(
+        f"{path} has read {progress.samples:,} samples in {progress.step} steps, and this job, with "
+        f"training.sequences_per_step={plan.sequences_per_step}, reads {total:,} in {plan.steps}, which steps of that "
+        "size from there on do not; restore training.sequences_per_step, or give training.steps in the place of epochs"
+    )
 
 
 def _given(stage: Mapping[str, Any]) -> dict[str, Any]:

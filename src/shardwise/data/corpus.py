@@ -33,9 +33,7 @@ from shardwise.words import nearest_file
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # files that datasets.save_to_disk writes
-KEYS_OF_SOURCE = (
-    "path", "format", "field", "filter", "streaming", "dataset", "dataset_config", "dataset_split", "dataset_revision",
-)  # fmt: skip
+KEYS_OF_SOURCE = DataSource.model_fields.keys() & DataSection.model_fields.keys()  # each means what it means of `data`
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 

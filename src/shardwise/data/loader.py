@@ -20,7 +20,7 @@ from shardwise.data.batch import IGNORED, Batch, batch_digest
 from shardwise.data.mixture import Mixture
 from shardwise.data.order import order
 from shardwise.data.packing import is_stream
-from shardwise.plan.step_sizes import SizeStage, StepSizes
+from shardwise.plan.step_sizes import SizeStage, StepSizes, microbatches_of
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
 
@@ -95,7 +95,7 @@ class Stream:
         """Return this rank's microbatches of the step that follows `consumed` samples; `accumulation` of one of G."""
         size = self.sizes.after(consumed)
         is_whole = size == self.sequences_per_step
-        return self.accumulation if is_whole else -(-size // (self.microbatch * self.data_ranks))
+        return self.accumulation if is_whole else microbatches_of(size, self.microbatch, self.data_ranks)
 
     def samples_after(self, consumed: int) -> int:
         """Return the samples of the step that follows `consumed` ones: its size, or what the last epoch has left."""

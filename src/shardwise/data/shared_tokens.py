@@ -26,13 +26,8 @@ TOKENIZER = "tokenizer"  # directory of the tokenizer beside the columns
 TOKENIZER_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".py"}
 CONFIGURATION = "tokenizer_config.json"  # says more than which text is which token
 BLOCK = 1 << 22
-OF_THE_CORPUS = (
-    "field",
-    "filter",
-    "max_documents",
-    "added_tokens",
-    "vocabulary_size",
-)  # keys that are settled in a directory
+# Keys that are settled in a directory.
+OF_THE_CORPUS = ("field", "filter", "max_documents", "added_tokens", "vocabulary_size")
 
 
 def tokenizer_of(shared: SharedTokens) -> TokenizerSource | None:

@@ -24,7 +24,6 @@ from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.gradient_hooks import GradientHook
-from shardwise.model.user_state import user_namespaces
 from shardwise.parallel.averaged_weights import AveragedWeights
 from shardwise.parallel.context import ContextParallel, SequenceShard
 from shardwise.parallel.deferred_head import DeferredHead
@@ -32,7 +31,7 @@ from shardwise.parallel.gradient_hooks import apply_gradient_hooks
 from shardwise.parallel.gradient_sync import begin_microbatch, reduce_gradients
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.objective import Microbatch, Objective
-from shardwise.parallel.own_collectives import own_collectives_refused
+from shardwise.parallel.own_collectives import defining_files, own_collectives_refused
 from shardwise.parallel.pipeline import MicrobatchWork, Pipeline
 from shardwise.parallel.routers import ExpertRouters, updated_bias
 from shardwise.parallel.running_statistics import RunningStatistics
@@ -226,8 +225,7 @@ class ParallelModel:
     @cached_property
     def _users_files(self) -> list[ModuleType]:
         """The Python modules in which classes of the user's module are defined."""
-        namespaces = user_namespaces(module for part in self.parts for module in part.module.modules())
-        return [namespace for namespace in namespaces if isinstance(namespace, ModuleType)]
+        return defining_files(module for part in self.parts for module in part.module.modules())
 
     @cached_property
     def sharded_classes(self) -> dict[type, frozenset[str]]:

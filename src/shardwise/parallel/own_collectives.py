@@ -17,9 +17,11 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.nn as differentiable
+from torch import nn
 
 from shardwise._torch_compat.groups import functional_collectives
 from shardwise.errors import UserCodeError
+from shardwise.model.user_state import user_namespaces
 
 NAMES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
@@ -46,6 +48,11 @@ def own_collectives_refused(inside: Collection[int] = (), files: Iterable[Module
             for name in names:
                 stack.enter_context(mock.patch.object(file, name, _checked(vars(file)[name], inside)))
         yield
+
+
+def defining_files(modules: Iterable[nn.Module]) -> list[ModuleType]:
+    """Return the Python modules in which classes of the user's modules are defined."""
+    return [namespace for namespace in user_namespaces(modules) if isinstance(namespace, ModuleType)]
 
 
 def _callable_from(files: Iterable[ModuleType]) -> Iterator[tuple[ModuleType, list[str]]]:

@@ -31,7 +31,7 @@ from shardwise.model.attention_choice import AttentionNeeds, KernelChoice, choos
 from shardwise.model.balance import balance, block_costs
 from shardwise.model.facts import AttentionFacts, ModelFacts
 from shardwise.model.float8 import left_out
-from shardwise.plan.step_sizes import StepSizes, step_sizes
+from shardwise.plan.step_sizes import StepSizes, microbatches_of, step_sizes
 from shardwise.words import divisors, listed
 
 DEFAULT_SEQUENCES = 16
@@ -337,7 +337,11 @@ class Draft:
     @cached_property
     def accumulations(self) -> list[int]:
         """Microbatches of a step on each rank in each stage of the batch size."""
-        return [*(-(-rows // self.microbatch.value) for rows in self.rows_of_stages[:-1]), self.accumulation.value]
+        smaller = self.step_sizes.sizes[:-1]
+        return [
+            *(microbatches_of(size, self.microbatch.value, self.data_ranks) for size in smaller),
+            self.accumulation.value,
+        ]
 
     @cached_property
     def microbatch(self) -> DerivedNumber:

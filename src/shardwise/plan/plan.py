@@ -36,7 +36,7 @@ from shardwise.plan.draft import (
 from shardwise.plan.normalisation import NORMALISATIONS
 from shardwise.plan.orthogonalization import Orthogonalization, orthogonalization
 from shardwise.plan.rules import check
-from shardwise.plan.step_sizes import StepSizes
+from shardwise.plan.step_sizes import StepSizes, microbatches_of
 from shardwise.words import listed
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
@@ -131,7 +131,7 @@ class Plan:
 
     def _accumulation(self, sequences: int) -> int:
         whole = sequences == self.sequences_per_step
-        return self.accumulation if whole else -(-sequences // (self.microbatch * self.data_ranks))
+        return self.accumulation if whole else microbatches_of(sequences, self.microbatch, self.data_ranks)
 
     @property
     def splits_backward(self) -> bool:
@@ -539,12 +539,12 @@ def _batch_notes(draft: Draft) -> Iterator[str]:
                 f"training.batch_size_schedule: {padding} of {padding + size} rows of its steps of {size} sequences "
                 "are padding, computed but not counted."
             )
-    if draft.training.microbatch_size is None:
-        yield from _row_notes(draft)
+    yield from _row_notes(draft)
 
 
 def _row_notes(draft: Draft) -> Iterator[str]:
-    facts, is_spread = draft.facts, draft.data_ranks * draft.accumulation.value > 1
+    facts, is_open = draft.facts, draft.training.microbatch_size is None
+    is_spread = is_open and draft.data_ranks * draft.accumulation.value > 1  # in a way that the job does not say
     if facts.coupling_untried and is_spread:
         yield (
             f"Whether rows of a microbatch change each other's numbers was not tried: {facts.coupling_untried}. If "

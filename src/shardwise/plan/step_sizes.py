@@ -56,6 +56,13 @@ class StepSizes:
         stage = self._stage_at(max(samples - 1, 0))
         return stage.first_step + -(-(samples - stage.first_sample) // stage.sequences)
 
+    def steps_between(self, samples: int, total: int) -> int:
+        """Return the steps that take what is left of `total` behind `samples`, read in steps of whatever sizes."""
+        last, steps = self.stages[-1], 0
+        while samples < min(total, last.first_sample):
+            samples, steps = samples + self.after(samples), steps + 1
+        return steps + -(-max(0, total - samples) // last.sequences)
+
     def _stage_at(self, samples: int) -> SizeStage:
         return next(stage for stage in reversed(self.stages) if stage.first_sample <= samples)
 
@@ -66,6 +73,11 @@ class StepSizes:
 def end_of(stage: BatchSizeStage, sequence_length: int) -> int:
     """Return the samples of the run with which a stage is over."""
     return stage.until_samples if stage.until_samples is not None else -(-(stage.until_tokens or 0) // sequence_length)
+
+
+def microbatches_of(sequences: int, microbatch: int, data_ranks: int) -> int:
+    """Return the microbatches that each rank needs for a step of so many sequences."""
+    return -(-sequences // (microbatch * data_ranks))
 
 
 def step_sizes(training: TrainingSection, sequence_length: int, sequences: int) -> StepSizes:

@@ -79,8 +79,8 @@ class GivenModel:
     def study(self, job: Job) -> ModelFacts:
         """Return the structure of the model, cut into stages where the job asks for a pipeline."""
         facts = discover(self.module, job, self.example)
-        if self.example is not None or facts.takes_token_ids or data_format(job.data) == "factory":
-            data = prepare(job) if data_format(job.data) == "factory" else None
+        data = prepare(job) if data_format(job.data) == "factory" else None
+        if data is not None or self.example is not None or facts.takes_token_ids:
             facts = with_row_coupling(job, self.module, facts, data, self._values, self.example)
         if job.parallel.pipeline_parallel_degree > 1:
             facts = cut_by_trace(self.module, facts, job.data.sequence_length, self.example)

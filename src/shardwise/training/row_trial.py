@@ -24,6 +24,7 @@ from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.model.facts import ModelFacts
 from shardwise.model.probe import POSITIONS
 from shardwise.model.row_coupling import ROWS, Call, TrialRows, find_coupling
+from shardwise.parallel.own_collectives import defining_files, own_collectives_refused
 from shardwise.training.objectives.own_loss import LossFunction, call_loss
 from shardwise.training.objectives.own_module import own_loss
 
@@ -56,7 +57,8 @@ def with_row_coupling(
         call_arguments(job, _taken(batch, [0])),
         partial(_summed, job, batch, function, is_proxy),
     )
-    coupling = find_coupling(module, rows, bool(facts.probe_failure), values)
+    with own_collectives_refused(files=defining_files(module.modules())):  # other ranks need not be in a trial
+        coupling = find_coupling(module, rows, bool(facts.probe_failure), values)
     return replace(
         facts,
         couples_rows=coupling.is_coupled,

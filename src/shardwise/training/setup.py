@@ -133,7 +133,7 @@ def study(job: Job) -> ModelFacts:
     example = None if data is None else _example(job, data)
     model = build_model(job)
     facts = discover(model, job, example)
-    if job.model.factory is not None and job.training.microbatch_size is None:
+    if job.model.factory is not None:
         facts = with_row_coupling(job, model, facts, data, partial(_constructed_weights, job))
     if job.parallel.pipeline_parallel_degree > 1:
         facts = cut_by_trace(model, facts, job.data.sequence_length, example)

@@ -63,37 +63,25 @@ def state_of_stream(stream: Stream) -> DataState:
 
 
 class StreamState(ConsumedSamples):
-    """A stream, read from the samples consumed on, with the position near them from which it can be read again."""
-
-    def __init__(self, stream: InOrder) -> None:
-        super().__init__(stream)
-        self._in_order = stream
+    """Samples consumed, with the position near them from which each stream can be read again."""
 
     def state_dict(self) -> dict[str, int]:
-        """Return the samples consumed by all ranks, and a shard, a row and the tokens before them."""
+        """Return the state, and of each stream a shard, a row and the tokens before them."""
         return super().state_dict() | positions(self._in_order, self._samples)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after so many samples; without a position the stream is read from its beginning to there."""
+        """Go on after so many samples; a stream that has no position is read from its beginning to there."""
         super().load_state_dict(state)
         begin_at(self._in_order, self._samples, state)
 
+    @property
+    def _in_order(self) -> InOrder:
+        assert isinstance(self._stream, InOrder)
+        return self._stream
 
-class SourcesState(ConsumedSources):
-    """A mixture, with such a position for each of its sources that is a stream."""
 
-    def __init__(self, stream: InOrder, mixture: Mixture) -> None:
-        super().__init__(stream, mixture)
-        self._in_order = stream
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the samples consumed by all ranks, in all and of each source, and the position of each stream."""
-        return super().state_dict() | positions(self._in_order, self._samples)
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after so many samples; a stream that has no position is read from its beginning."""
-        super().load_state_dict(state)
-        begin_at(self._in_order, self._samples, state)
+class SourcesState(StreamState, ConsumedSources):
+    """The state of a mixture some of whose sources are streams."""
 
 
 def position_key(name: str, field: str) -> str:
