@@ -8,9 +8,8 @@ idle_experts (the share without a row) and balancing_loss, where there is one, f
 how often it has been read, and for a stream stream_tokens_per_second (made ahead on rank 0's host),
 stream_waited_seconds (so far, of several sources also as stream_waited_seconds/NAME) and stream_skipped_shards. An
 evaluation has step, validation_loss, validation_loss/NAME of each of `evaluation.sets` and `data.sources`, and
-training_loss. One record compares predicted_step_seconds and
-predicted_peak_memory_bytes with measured_step_seconds and measured_peak_memory_bytes. One names a straggler. JSON has
-no NaN or infinity: such a number becomes null.
+training_loss. One record compares predicted_step_seconds and predicted_peak_memory_bytes with measured_step_seconds and
+measured_peak_memory_bytes. One names a straggler. JSON has no NaN or infinity: such a number becomes null.
 """
 
 from __future__ import annotations
