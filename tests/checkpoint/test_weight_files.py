@@ -23,6 +23,7 @@ from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.weight_files import TorchFile, open_weight_files
 from shardwise.errors import ModelError
 from tests.checkpoint.models import assert_reads_all, make_model
+from tests.fork_server import run_python
 
 NEW_AND_OLD = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
 
@@ -178,8 +179,8 @@ def test_bombs_run_no_code(tmp_path: Path) -> None:
         (directory / "pytorch_model.bin").write_bytes(content)
         names[str(directory)] = name
     _save({"a": torch.ones(2), "p": nn.Parameter(torch.ones(2))}, tmp_path / "pytorch_model.bin")
-    command = [sys.executable, "-c", textwrap.dedent(WATCH), str(tmp_path), *names, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python("-c", textwrap.dedent(WATCH), tmp_path, *names, tmp_path)
+    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     found = result["found"]
     assert result["control"] == [["pickle.find_class", "collections", "OrderedDict"]]

@@ -42,7 +42,7 @@ def outcome_agrees(trial: Trial, habit: Habit, layout: str) -> bool:
     return trial.losses < ROUNDED if layout == HALF else trial.parameters < habit.exact
 
 
-@pytest.mark.sampled(42)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("habit", "layout"), cases(quick=True), ids=str)
 def test_a_habit_comes_to_what_the_table_says(world_pool: WorldPool, corpora: Path, habit: Habit, layout: str) -> None:
     check(world_pool, corpora, habit, layout)

@@ -11,13 +11,11 @@ from typing import Any
 from shardwise.job.schema import Job
 from tests.parity.jobs import make_job
 
-# Layouts are (shard, replica), or "zero1" and the number of ranks. The last ones are for `-m slow` alone.
-LAYOUTS: list[Any] = [(1, 1), (2, 1), (1, 2), (2, 2), ("zero1", 2)]
-MORE_LAYOUTS: list[Any] = [(3, 1), (4, 1), (8, 1), (2, 4), (1, 4), (3, 2), (4, 2), (1, 8), ("zero1", 5), ("zero1", 8)]
+# Layouts are (shard, replica), or "zero1" and the number of ranks.
 DIMENSIONS: dict[str, list[Any]] = {
-    "layout": LAYOUTS,
+    "layout": [(1, 1), (2, 1), (1, 2), (2, 2), ("zero1", 2)],
     "accumulation": [1, 2, 3],
-    "checkpointing": ["none", "full", "selective", "every 2", "group_2", "contiguous"],
+    "checkpointing": ["none", "full", "selective", "group_2"],
     "offload": ["none", "activations", "parameters", "both"],
     "precision": ["fp64", "fp32", "bf16", "fp16"],
     "model": ["gpt2", "gpt_neox", "bert"],
@@ -25,6 +23,12 @@ DIMENSIONS: dict[str, list[Any]] = {
     "dropout": [0.0, 0.1],
     "isolate": [False, True],
 }
+# For `-m slow`, beside those above.
+MORE: dict[str, list[Any]] = {
+    "layout": [(3, 1), (4, 1), (8, 1), (2, 4), (1, 4), (3, 2), (4, 2), (1, 8), ("zero1", 5), ("zero1", 8)],
+    "checkpointing": ["every 2", "contiguous"],
+}
+ALL = {name: values + MORE.get(name, []) for name, values in DIMENSIONS.items()}
 Case = dict[str, Any]
 
 

@@ -1,7 +1,7 @@
 """Parity with one process over sharding x replicas x accumulation x checkpointing x offload x precision x ties x
 uneven tensors x dropout x document isolation, causal and masked.
 
-By default every pair of values occurs in some case; with `-m slow` every triple, on more layouts. (The cross product
+By default every pair of values occurs in some case; with `-m slow` every triple, of more values. (The cross product
 has more than 100,000 cases.) SHARDWISE_TEST_SEED draws another cover.
 """
 
@@ -19,7 +19,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.world import WorldPool
 from tests.parity.jobs import facts_of, verify_one
-from tests.parity.matrix import DIMENSIONS, LAYOUTS, MORE_LAYOUTS, Case, cover, job_of, world_size
+from tests.parity.matrix import ALL, DIMENSIONS, Case, cover, job_of, world_size
 
 SEED = int(os.environ.get("SHARDWISE_TEST_SEED", "0"))
 COVER = cover(SEED, 2, DIMENSIONS)
@@ -63,7 +63,7 @@ def test_pairwise(world_pool: WorldPool, corpora: Path, size: int, cases: list[C
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_every_triple(world_pool: WorldPool, corpora: Path) -> None:
-    for size, cases in batches(cover(SEED, 3, DIMENSIONS | {"layout": LAYOUTS + MORE_LAYOUTS})):
+    for size, cases in batches(cover(SEED, 3, ALL)):
         check(world_pool, corpora, size, cases)
 
 

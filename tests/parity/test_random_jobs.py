@@ -12,7 +12,8 @@ import math
 import os
 import random
 from collections import Counter, defaultdict
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def draw_sections(draw: random.Random, size: int) -> dict[str, dict[str, Any]]:
             "options": [{"maximize": True}, {"foreach": True}, {"eps": 1e-6}, {"betas": [0.8, 0.9]}, {"momentum": 0.9}],
         }),
         "data": maybe(draw, {
-            "sequence_length": [1, 5, LENGTH], "isolate_documents": [True], "mask_probability": [0.5],
+            "isolate_documents": [True], "mask_probability": [0.5],
             "validation_fraction": [0.3],
         }, 0.2),
     }  # fmt: skip
@@ -85,20 +86,20 @@ def draw_stages(draw: random.Random) -> dict[str, Any]:
     }) | (draw.choice([{}, {}, {"auto_partition": False, "default_partition": 1}]))  # fmt: skip
 
 
-def draw_job(draw: random.Random, size: int, corpora: Path) -> Job:
-    """A random job, legal or not."""
-    sections = draw_sections(draw, size)
+def draw_model(draw: random.Random, corpora: Path) -> Callable[..., Job]:
+    """A random model: makes a job of it from the other sections."""
     family = draw.choice(["gpt2", "gpt2", "gpt_neox", "llama", "bert", "module"])
+    length = {"sequence_length": draw.choice([1, 5, LENGTH, LENGTH, LENGTH, LENGTH])}
     if family == "module":
-        return make_module_job(corpora, **sections)
-    return make_job(
-        corpora,
-        family,
-        tied=draw.random() < 0.5,
-        dropout=draw.choice([0.0, 0.0, 0.2]),
-        attention=draw.choice(["auto", "sdpa", "eager"]),
-        **sections,
-    )
+        return partial(make_module_job, corpora)
+    tied, dropout = draw.random() < 0.5, draw.choice([0.0, 0.0, 0.2])
+    attention = draw.choice(["auto", "sdpa", "eager"])
+
+    def make(data: dict[str, Any], **sections: dict[str, Any]) -> Job:
+        settings = {"tied": tied, "dropout": dropout, "attention": attention, "data": data | length}
+        return make_job(corpora, family, **settings, **sections)
+
+    return make
 
 
 @cache
@@ -116,8 +117,9 @@ def draw_legal(corpora: Path, count: int) -> list[tuple[int, Drawn]]:
     jobs: list[tuple[int, Drawn]] = []
     refused: Counter[str] = Counter()
     for size in sizes[:count]:
+        make = draw_model(draw, corpora)  # whose study takes longer than all else that a draw does
         while True:
-            job = draw_job(draw, size, corpora)
+            job = make(**draw_sections(draw, size))
             facts = facts_of(job.model.model_dump_json(), job.data.sequence_length, corpora)
             try:
                 resolve(job, World(size, "cpu", size), facts)
