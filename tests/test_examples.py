@@ -78,6 +78,7 @@ def run_job(file: str, words: list[str]) -> int:
     return main(["train", file, *words])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs_have_a_plan(name: str) -> None:
     """On as many ranks as they name."""
@@ -183,6 +184,7 @@ def run_script(file: str, words: list[str]) -> None:
     runpy.run_path(file, run_name="__main__")
 
 
+@pytest.mark.slow
 def test_library(world_pool: WorldPool, tmp_path: Path) -> None:
     world_pool.run(2, run_script, str(EXAMPLES / "library.py"), toy_keys(tmp_path))
     check_run(tmp_path / "run")

@@ -22,6 +22,7 @@ def pids(groups: dict[str, WorkerGroup]) -> list[int]:
     return [process.pid for group in groups.values() for process in group.processes]
 
 
+@pytest.mark.slow
 def test_rounds_interleave_and_failures_stay_with_their_contender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "START_METHOD", "forkserver")  # six imports of torch less
     groups, series = start(["slow", "raising", "dying"])

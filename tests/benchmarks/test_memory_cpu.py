@@ -36,6 +36,7 @@ def test_a_wrong_prediction_fails_the_run(predicted: float, code: int, monkeypat
     assert memory_cpu.main([*TOY, "--degrees", "1", "--policies", "none"]) == code
 
 
+@pytest.mark.slow
 def test_a_real_row_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At this size small tensors that the formulas leave out weigh more, so only the order of magnitude is asked."""
     memory_cpu.main([*TOY, "--degrees", "1", "--policies", "none", "--json", str(tmp_path / "result.json")])

@@ -16,6 +16,7 @@ def test_idle_time_is_what_no_wait_fills() -> None:
     assert measured_bubble(ranks) == pytest.approx(3 / 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["zbv", *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES if name != "zbv")]
 )

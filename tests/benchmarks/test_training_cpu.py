@@ -96,6 +96,7 @@ def run(tmp_path: Path, *contenders: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_shardwise_beside_fsdp2(tmp_path: Path) -> None:
     rows = run(tmp_path, "shardwise", "engine", "fsdp2")["runs"][0]["rows"]

@@ -136,6 +136,7 @@ def test_a_spent_budget_starts_nothing() -> None:
     assert "not started" in result["ended"] and not result["limit_flops_per_second"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", pytest.param("neox", marks=pytest.mark.slow)])
 def test_a_toy_run_on_the_cpu(family: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"

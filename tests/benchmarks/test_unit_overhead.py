@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.unit_overhead import KINDS, NARROW, TimedModel, added_seconds, two_ranks
 from shardwise.collectives.fsdp import NamedAllGather
 
@@ -18,6 +20,7 @@ def additions_of(copy: TimedModel) -> tuple[bool, bool, bool]:
     return isinstance(group._all_gather_comm, NamedAllGather), use is not None, use is not None and use.watches_traits
 
 
+@pytest.mark.slow
 def test_each_copy_has_its_additions_and_each_round_a_difference() -> None:
     with two_ranks():
         copies = [TimedModel(TINY, additions) for additions in KINDS.values()]

@@ -160,6 +160,7 @@ def mixtral(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_adapters_alone_on_another_layout(world_pool: WorldPool, base: Path, tmp_path: Path) -> None:
     whole = world_pool.run(1, train, a_job(base, tmp_path / "whole"))[0]
     directory = min((tmp_path / "whole" / "checkpoints").glob("step-*"))

@@ -358,7 +358,7 @@ OTHERS: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("sections", "said"), [pytest.param(d, s, id=name) for name, d, s in OTHERS])
 def test_a_checkpoint_of_another_run_is_refused_not_passed_over(
     world_pool: WorldPool, corpora: Path, newest: Path, sections: dict[str, Any], said: list[str]

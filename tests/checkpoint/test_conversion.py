@@ -87,7 +87,7 @@ def _from_pretrained(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("model_type, quirk", QUIRKS, ids=[quirk.__name__.strip("_") for _, quirk in QUIRKS])
 def test_hub_directory_equals_from_pretrained(

@@ -45,7 +45,7 @@ def gpt2(
     return directory / "run", world_pool.run(3, save_steps, job, [10, 20])[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "bert"])
 def test_transformers_opens_it(world_pool: WorldPool, corpora: Path, tmp_path: Path, family: str) -> None:
     job = into(make_job(corpora, family, tied=False), tmp_path)

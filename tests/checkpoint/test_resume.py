@@ -304,6 +304,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_ends_and_changes_nothing(
             check_output(resumed(job))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_never_finished_is_no_reason_to_stop(
     world_pool: WorldPool, corpora: Path, tmp_path: Path
 ) -> None:

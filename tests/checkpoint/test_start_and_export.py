@@ -44,6 +44,7 @@ def _glm4_moe(path: Path) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make, ranks", [(_gpt2, 3), (_glm4_moe, 2)], ids=["gpt2 .bin", "glm4_moe"])
 def test_exported_model_is_the_one_it_started_from(
     world_pool: WorldPool, tmp_path: Path, make: Any, ranks: int

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
-import sys
 import textwrap
 import zipfile
 from collections import OrderedDict

@@ -200,7 +200,7 @@ def undisturbed(world_pool: WorldPool, corpora: Path, tmp_path_factory: pytest.T
 NAMED = {"create": "{0}/{1}, which was to hold ", "begin": ".{0}.partial: ", "commit": f"{{0}}/{FILE}: "}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rank", "point"), [(1, "create"), (0, "create"), (0, "begin"), (0, "commit")])
 def test_a_failed_save_is_everyones_at_the_next_step_and_the_last_one_stays(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, undisturbed: Path, rank: int, point: str

@@ -169,6 +169,7 @@ def test_sanitizers_have_nothing_to_report(stress: Path, ranks: int, hosts: int)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_benchmark_writes_its_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def spread(hosts: int, function: Callable[..., Any], *args: Any) -> Any:
         del os.environ[HOST_VARIABLE]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "hosts", "rounds"), [(4, 2, 100), (3, 3, 60)])
 def test_random_operations_over_random_groups(world_pool: WorldPool, world: int, hosts: int, rounds: int) -> None:
     assert world_pool.run(world, spread, hosts, fuzz, 20261122, rounds) == [rounds] * world

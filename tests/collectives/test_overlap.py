@@ -105,6 +105,7 @@ def verified(directory: str) -> tuple[bool, int]:
     return report is None or bool(report.agrees), max(asked, default=0)
 
 
+@pytest.mark.slow
 def test_a_job_on_two_hosts_agrees_with_one_process(world_pool: WorldPool, corpora: Path) -> None:
     for agrees, modules in world_pool.run(2, verified, str(corpora)):
         assert agrees and modules > 1

@@ -117,7 +117,7 @@ def initialized(hosts: str, options: dict[str, Any]) -> tuple[str, float]:
     return kind, total.item()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("on", "kind"), [(True, HierarchicalGroup.__name__), (False, "ProcessGroup")])
 def test_smps_switch(
     world_pool: WorldPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool, kind: str

@@ -320,7 +320,7 @@ def test_help_and_mistakes_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "settings", "says"),
     [

@@ -179,6 +179,7 @@ def test_one_process_too_small_names_both_ways_out(
 # --- cutting depth
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "bert"])
 def test_blocks_keeps_widths_and_cuts_depth(corpora: Path, family: str) -> None:
     job = make_job(corpora, family)

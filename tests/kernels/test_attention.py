@@ -114,6 +114,7 @@ def test_values_of_another_size() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["causal", "documents", "alibi", "cap"])
 def test_flex_forward(name: str) -> None:
     """On a CPU FlexAttention has no backward, which the table knows."""
@@ -225,6 +226,7 @@ def test_keep_rate_and_gradient_of_dropout(kernel: str) -> None:
 # --- memory
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["causal", "documents", "window", "alibi"])
 def test_memory_grows_linearly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak of forward and backward at 256, 512, 1k, 2k tokens: doubling the sequence at most doubles it."""

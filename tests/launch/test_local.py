@@ -85,6 +85,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
+@pytest.mark.slow
 def test_results_come_back_by_rank(
     empty_directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_ranks_that_have_left_meet_again() -> None:
     assert call(run_local, one_after_the_other, (3,), 2) == [[0.0, 2.0, 4.0]] * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "kind", "end"),
     [

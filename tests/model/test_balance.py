@@ -88,7 +88,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt_neox", "bloom", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("memory_weight", [0.2, 0.8])
 def test_real_shapes_are_cut_as_well_as_can_be(family: str, memory_weight: float) -> None:

@@ -79,7 +79,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
 def test_gradients_are_equal_with_dropout_on(mode: dict[str, Any], offloaded: bool) -> None:

@@ -123,6 +123,7 @@ def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
     return answers, sent
 
 
+@pytest.mark.slow
 def test_a_token_crosses_once_to_a_host_and_gives_the_bits_of_one_exchange(world_pool: WorldPool) -> None:
     answers = world_pool.run(4, by_hosts, OF_HOSTS)
     for rank, ((at_once, in_two_levels), sent) in enumerate(answers):

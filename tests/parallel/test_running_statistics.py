@@ -46,6 +46,7 @@ def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: v.mean(0) if v.is_floating_point() else v[0] for name, v in stacked.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rule", ["first_rank", "synchronised"])
 @pytest.mark.parametrize(
     "sections",

@@ -44,6 +44,7 @@ def counts(directory: str, reshard: bool) -> tuple[int, int, int]:
     return seen.calls[GATHER], seen.calls[SCATTER], after.calls[GATHER]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("reshard", "gathers"),
     [

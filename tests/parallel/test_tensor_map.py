@@ -51,7 +51,7 @@ def stored_and_gathered(job: Any) -> bool:
     return equal
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "ranks, parallel",
     [
@@ -98,6 +98,7 @@ def test_every_element_lives_as_often_as_it_is_replicated(
             assert torch.equal(count, torch.full(shape, replication))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks, tensor", [(1, 1), (5, 1), (2, 2), (6, 2)])
 def test_store_and_whole_are_inverse(world_pool: WorldPool, corpora: Path, ranks: int, tensor: int) -> None:
     job = make_job(corpora, layers=1, parallel={"tensor_parallel_degree": tensor})

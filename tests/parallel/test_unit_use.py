@@ -68,7 +68,7 @@ def every_rank(batches: list[Any]) -> list[Any]:
     return [batch for rank in everyone for batch in rank]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["ChosenParameters", "ChosenBlocks"])
 @pytest.mark.parametrize(
     ("ranks", "sections"),

@@ -212,6 +212,7 @@ def cases() -> list[Any]:
     return quick + slow
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "layout", "kind", "dropout"), cases())
 def test_adapters(world_pool: WorldPool, corpora: Path, family: str, layout: str, kind: str, dropout: float) -> None:
     job = adapter_job(corpora, family, layout, kind, dropout)

@@ -45,7 +45,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family, kernel, settings", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )

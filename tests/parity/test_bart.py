@@ -63,6 +63,7 @@ SLOW: list[tuple[int, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, family, settings", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -147,6 +148,7 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
     assert_same(middle / step, back / step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, more, reason",
     [

@@ -107,7 +107,7 @@ TOGETHER: list[tuple[str, int, str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family, ranks, method, degree, settings",
     [*CASES, *TOGETHER, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],

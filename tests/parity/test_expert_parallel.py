@@ -52,7 +52,7 @@ SLOW = [
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family, ranks, sections", CASES)
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, sections: dict[str, Any]
@@ -79,6 +79,7 @@ def test_a_rank_keeps_whole_experts(world_pool: WorldPool, corpora: Path) -> Non
         }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "family, task, reason",
     [

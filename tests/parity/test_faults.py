@@ -95,6 +95,7 @@ def test_rounding_of_which_an_optimizer_makes_a_step_is_no_fault(
     check_agrees(world_pool, 2, make_job(corpora, precision={"compute": "fp32"}, optimizer=settings))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compute", ["fp64", "fp32"])
 def test_small_updates_agree_without_a_fault(world_pool: WorldPool, corpora: Path, compute: str) -> None:
     report = world_pool.run(2, verify_one, slow_adam(corpora, compute))[0]

@@ -54,6 +54,7 @@ def with_fault(job: Job, fault: str) -> VerifyReport | None:
         return verify_one(job, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, sections",
     [
@@ -134,6 +135,7 @@ def test_verify_holds_float8_to_its_rounding(
     assert worst > 2.5e-2  # float8 has run: bf16 alone is within 2e-2 there
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", ["lost_rank", "mean_for_sum"])
 def test_verify_still_finds_what_is_larger_than_rounding(world_pool: WorldPool, corpora: Path, fault: str) -> None:
     job = float8_job(corpora, "gpt2", training={"sequences_per_step": 8, "microbatch_size": 2})
@@ -141,6 +143,7 @@ def test_verify_still_finds_what_is_larger_than_rounding(world_pool: WorldPool, 
     assert report is not None and report.fault == fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_training_in_float8_trains(world_pool: WorldPool, tmp_path: Path, scaling: str) -> None:
     """On documents that count upwards; beside the same training without float8."""

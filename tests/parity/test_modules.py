@@ -11,7 +11,7 @@ from shardwise.testing.world import WorldPool
 from tests.parity.jobs import make_module_job, verify_one
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "ranks, sections",
     [

@@ -124,6 +124,7 @@ def test_weights_at_start_are_those_of_one_process(world_pool: WorldPool, corpor
         assert max(measured for _, measured, _ in ranks) == pytest.approx(ranks[0][2], rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_base_of_four_bits_takes_a_third_of_one_of_sixteen() -> None:
     """Llama 2 of 7 billion parameters, embeddings and head included."""
     config = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,

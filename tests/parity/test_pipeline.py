@@ -112,7 +112,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family, ranks, settings", CASES)
 def test_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, family: str, ranks: int, settings: dict[str, Any]
@@ -232,7 +232,7 @@ def in_flight(job: Job) -> int:
     return most
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("parallel", "ranks"),
     [

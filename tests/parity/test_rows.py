@@ -105,7 +105,7 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", QUICK)
 def test_rows_on_two_ranks(world_pool: WorldPool, rows: Path, layout: str) -> None:
     check(world_pool, 2, [row_job(rows, "llama", layout, **QUICK[layout])])

@@ -63,6 +63,7 @@ SLOW: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, settings", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_agrees_with_one_process(world_pool: WorldPool, corpora: Path, ranks: int, settings: dict[str, Any]) -> None:
     check_agrees(world_pool, ranks, t5_job(corpora, **settings))

@@ -66,7 +66,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "family, ranks, settings", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -154,6 +154,7 @@ def from_directory(job: Job) -> dict[str, Tensor]:
     return gather(set_up(job, torch.device("cpu")))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_directory_is_read_by_slices(world_pool: WorldPool, corpora: Path, tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM

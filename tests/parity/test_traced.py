@@ -120,7 +120,7 @@ def test_a_checkpoint_changes_layout(world_pool: WorldPool, corpora: Path, tmp_p
     assert_same(middle / step, back / step)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name, says",
     [

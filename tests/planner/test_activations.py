@@ -86,7 +86,7 @@ def pieces_of(facts: ModelFacts, **more: Any) -> list[ModuleMemory]:
     return modules_of_block(facts, BlockKind.of(facts), LocalMicrobatch(**shape))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_saved_bytes_are_those_of_autograd(family: str) -> None:
     facts = facts_of(family)

@@ -131,7 +131,7 @@ def test_replicas_do_not_divide_the_states() -> None:
     assert half.parameters == moments(*planned(2))[-1].parameters
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "less, more",
     [
@@ -316,6 +316,7 @@ SLOW_TENSOR_RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, config, policy, scattered",
     [*TENSOR_RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_TENSOR_RUNS)],
@@ -366,6 +367,7 @@ OVER_RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, config, parallel, policy",
     [OVER_RANKS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in OVER_RANKS[1:])],
@@ -462,6 +464,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", *(pytest.param(n, marks=pytest.mark.slow) for n in [*ADAPTED][1:])])
 def test_peak_is_predicted_where_a_part_is_trained(world_pool: WorldPool, name: str) -> None:
     check(world_pool, 2, **ADAPTED[name])

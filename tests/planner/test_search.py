@@ -171,6 +171,7 @@ def test_a_layout_whose_interval_of_memory_does_not_fit_is_marked_and_a_surer_on
     assert "may not fit" in captured.get()
 
 
+@pytest.mark.slow
 def test_the_surest_layout_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", config(tmp_path), "--cluster", "dgx-h100:1", "--limit", "200", "--json", "--explain", "sure")
     code, out, _ = plan(capsys, *words)
@@ -202,6 +203,7 @@ def test_a_layout_is_found_by_its_keys_or_made() -> None:
         of_changes(found(), {"parallel.tensor_parallel_degree": 3})
 
 
+@pytest.mark.slow
 def test_more_nodes_are_never_slower() -> None:
     more = search(question("dgx-h100:2", training={"sequences_per_step": 256}))
     speeds = {nodes: on_nodes(more, nodes) for nodes in (1, 2, 4)}

@@ -109,6 +109,7 @@ def test_the_mean_as_a_hook_trains_as_without_one(
         assert all(size and views for *_, size, views in steps[0])
 
 
+@pytest.mark.slow
 def test_a_hook_on_one_rank_is_plain_torchs_training() -> None:
     losses, weights = _hooked(DDP, _mean, [])
     expected, others = reference(make_model("gpt2"), 2, None)

@@ -91,7 +91,7 @@ def reference(plain: nn.Module, other: nn.Module, mine: Tensor, clip: bool) -> l
         return [float(model(input_ids=mine, labels=mine).loss) for model in (plain, other)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout, own", [*((name, False) for name in LAYOUTS), ("state sharded", True)])
 def test_an_evaluation_before_an_update_and_before_loading(world_pool: WorldPool, layout: str, own: bool) -> None:
     for found, expected in world_pool.run(2, script, LAYOUTS[layout], own):

@@ -116,7 +116,7 @@ def _check(pool: WorldPool, path: Path, ranks: int, how: str, family: str, confi
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, how, family, config", CASES)
 def test_a_checkpoint_of_a_script_is_exported(
     world_pool: WorldPool, tmp_path: Path, ranks: int, how: str, family: str, config: dict[str, Any]

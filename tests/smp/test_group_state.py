@@ -123,7 +123,7 @@ def _go_on(directory: str, how: str, degree: int, flat: bool = False) -> tuple[f
         tsm.state.reset()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, flat",
     [

@@ -84,7 +84,7 @@ def _both(config: dict[str, Any]) -> tuple[list[float], list[float], float]:
     return losses, expected, max(float((weights[name] - others[name]).abs().max()) for name in others)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, config", CASES)
 def test_training_goes_on_behind_whole_weights(world_pool: WorldPool, ranks: int, config: dict[str, Any]) -> None:
     for losses, expected, far in world_pool.run(ranks, _both, config):
@@ -159,6 +159,7 @@ def _updated_behind(own: bool) -> float:
         smp.state.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_update_is_not_lost_for_older_whole_weights(world_pool: WorldPool, own: bool) -> None:
     assert min(world_pool.run(2, _updated_behind, own)) > 1e-4

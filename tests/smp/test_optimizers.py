@@ -196,6 +196,7 @@ def _numbers(model: Any, optimizer: Any) -> tuple[int, int]:
     return len(local), len(right)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [{"pipeline_parallel_degree": 2, "microbatches": 2}, {"tensor_parallel_degree": 2, "prescaled_batch": True}],

@@ -59,7 +59,7 @@ def trained(config: dict[str, Any], own: bool, passes: int) -> tuple[list[float]
         smp.state.reset()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("ranks", "config"), LAYOUTS)
 def test_a_script_may_run_backward_itself(

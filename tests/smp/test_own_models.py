@@ -106,7 +106,7 @@ def _trained(config: dict[str, Any], hooked: bool = False) -> tuple[list[float],
         smp.state.reset()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -127,6 +127,7 @@ def test_blocks_in_lists_that_are_no_modules(world_pool: WorldPool, config: dict
         assert torch.equal(found[2], states)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [STAGES, {"ddp": True, "sharded_data_parallel_degree": 2}])
 def test_hooks_on_parameters_act(world_pool: WorldPool, config: dict[str, Any]) -> None:
     weights = _plain(hooked=True)[1]

@@ -53,7 +53,7 @@ def _check(pool: WorldPool, ranks: int, family: str, config: dict[str, Any]) -> 
         assert loss <= LOSS and weights <= WEIGHTS, (loss, weights)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks, family, config", CASES)
 def test_numbers_are_those_of_plain_transformers(
     world_pool: WorldPool, ranks: int, family: str, config: dict[str, Any]
@@ -77,6 +77,7 @@ HALVES: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family, config", HALVES)
 def test_half_precision_keeps_close(world_pool: WorldPool, family: str, config: dict[str, Any]) -> None:
     for loss, weights in world_pool.run(2, train, {**DDP, **config}, family):

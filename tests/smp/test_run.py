@@ -105,6 +105,7 @@ train(model, torch.ones(4, 4, 4))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mistake, code", [("backward", 2), ("raise", FAULT)])
 def test_mistakes_after_the_last_stage_are_seen_as_they_are(tmp_path: Path, mistake: str, code: int) -> None:
     """Torch's schedule, in which the body runs, puts an error of its own around each."""

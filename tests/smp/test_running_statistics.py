@@ -136,6 +136,7 @@ def test_statistics_are_those_of_one_process(world_pool: WorldPool, ranks: int, 
             torch.testing.assert_close(found[2][name], value, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_resumed_model_has_the_statistics_it_was_saved_with(world_pool: WorldPool, tmp_path: Path) -> None:
     losses, evaluated, weights = plain()
     for found in world_pool.run(2, trained, STAGES, tmp_path / CONTENT):

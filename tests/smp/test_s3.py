@@ -41,6 +41,7 @@ def values() -> dict[str, Any]:
     return {"weight": torch.arange(12.0).view(3, 4), "step": 7}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [save, async_save])
 def test_what_is_saved_in_s3_is_loaded_again(s3: str, alone: None, kind: Any) -> None:
     saved = values()

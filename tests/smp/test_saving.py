@@ -70,7 +70,7 @@ def _go_on(directory: str, config: dict[str, Any]) -> tuple[list[float], list[fl
         smp.state.reset()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, names",
     [

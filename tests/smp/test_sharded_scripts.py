@@ -55,6 +55,7 @@ def _drawn(config: dict[str, Any], family: str) -> dict[str, torch.Tensor]:
         tsm.state.reset()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral"])
 def test_delayed_weights_are_equal_on_every_layout(world_pool: WorldPool, family: str) -> None:
     one = world_pool.run(1, _drawn, {"hybrid_shard_degree": 1}, family)[0]
@@ -375,6 +376,7 @@ def test_environment_wins_and_notes_are_said(
         tsm.state.reset()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "config, said",
     [

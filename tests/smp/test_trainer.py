@@ -87,6 +87,7 @@ def _check_former(tmp_path: Path, options: str, workers: int, rows: int) -> dict
 ALONE = '{"partitions": 1, "microbatches": 2}'
 
 
+@pytest.mark.slow
 def test_a_script_of_transformers_4_with_a_replaced_model_trains_and_resumes(tmp_path: Path) -> None:
     _check_former(tmp_path, ALONE, 1, 4)
 

@@ -88,7 +88,7 @@ def check(axis: str) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", QUICK)
 def test_the_closed_form_meets_the_trace(axis: str) -> None:
     check(axis)
@@ -148,6 +148,7 @@ def test_grouped_products_in_fp32_are_traced() -> None:
     assert abs(run.error) < 0.08
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model_type", ["dbrx", "jetmoe"])
 def test_code_that_asks_for_values_is_refused_with_its_line(model_type: str) -> None:
     with pytest.raises(ConfigError, match=rf"asks for the values of tensors \(.*modeling_{model_type}\.py:\d+\)"):

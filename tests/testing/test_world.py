@@ -163,6 +163,7 @@ def short_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [pytest.param("forgotten", marks=pytest.mark.slow), "busy"])
 def test_workers_end_with_the_test_session(tmp_path: Path, short_directory: Path, end: str) -> None:
     script, note = tmp_path / "owner.py", tmp_path / "pids"
