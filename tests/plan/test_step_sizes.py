@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from shardwise.job.batch_size import BatchSizeStage
 from shardwise.job.schema import TrainingSection
+from shardwise.job.warmup_stages import BatchSizeStage
 from shardwise.plan.step_sizes import step_sizes
 
 

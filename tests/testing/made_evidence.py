@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.job.axes import Axis
+from shardwise.plan.sequence_lengths import LengthStage, SequenceLengths
 from shardwise.testing.capture import Captured
 from shardwise.testing.comparison import Tolerances, Update
 from shardwise.testing.evidence import Evidence, Part
@@ -72,6 +73,7 @@ def made_plan(data_ranks: int = 2, accumulation: int = 2, job: Any = None, **deg
         accumulation=accumulation,
         accumulation_of=lambda step: accumulation,
         microbatch=1,
+        sequence_lengths=SequenceLengths((LengthStage(1),)),
         reference=False,
         dtypes=SimpleNamespace(compute="fp64"),
         job=job,

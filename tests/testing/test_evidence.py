@@ -28,7 +28,12 @@ class SmallOracle:
         self.parameters = tensors(0.5)
         self.gradients: dict[str, Tensor] = {}
         self.model = torch.nn.Module()
-        self.source = SimpleNamespace(rows=lambda counters: SimpleNamespace(count=lambda: 3 * len(counters)))
+
+    def read(self, step: int, counters: list[int]) -> Any:
+        return SimpleNamespace(count=lambda: 3 * len(counters))
+
+    def numbers(self, step: int, counters: tuple[int, ...]) -> tuple[int, ...]:
+        return counters
 
     def rows_of(self, step: int) -> list[int]:
         return [0, 1, 2, 3]

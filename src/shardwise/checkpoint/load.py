@@ -183,7 +183,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     job = model.plan.job.model_dump(mode="json")
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
-    _check_batch_sizes(job, manifest, path)
+    _check_schedules(job, manifest, path)
     _check_epochs(model.plan, manifest.progress, path)
 
 
@@ -249,19 +249,20 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
         )
 
 
-def _check_batch_sizes(job: Mapping[str, Any], manifest: Manifest, path: str) -> None:
-    """Refuse another warm-up of the batch size: steps and learning rates of what was trained would be others.
+def _check_schedules(job: Mapping[str, Any], manifest: Manifest, path: str) -> None:
+    """Refuse another warm-up of steps or sequences: what was trained would be something else.
 
     Raises:
         CheckpointError: with both schedules.
     """
     sections = manifest.job.get("training", {}), job["training"]
-    wrote, reads = ([_given(stage) for stage in section.get("batch_size_schedule", [])] for section in sections)
-    if wrote != reads:
-        raise CheckpointError(
-            f"{path} was trained with training.batch_size_schedule={wrote}, the job has {reads}; restore it, or start "
-            "from exported weights with model.path"
-        )
+    for key in ("batch_size_schedule", "sequence_length_schedule"):
+        wrote, reads = ([_given(stage) for stage in section.get(key, [])] for section in sections)
+        if wrote != reads:
+            raise CheckpointError(
+                f"{path} was trained with training.{key}={wrote}, the job has {reads}; restore it, or start from "
+                "exported weights with model.path"
+            )
 
 
 def _check_epochs(plan: Plan, progress: Progress, path: str) -> None:

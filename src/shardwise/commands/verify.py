@@ -32,13 +32,14 @@ from shardwise.data.tokenizer import VOCABULARY_FILES
 from shardwise.errors import ConfigError, LegalityError, MachineError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis
-from shardwise.job.batch_size import BatchSizeStage
 from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
+from shardwise.job.warmup_stages import WarmupStage
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import refuse_unguarded_script
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
+from shardwise.plan.draft import Draft
 from shardwise.plan.plan import resolve
 from shardwise.testing.capture import capture_step, gather
 from shardwise.testing.comparison import VerifyReport
@@ -72,6 +73,10 @@ from shardwise.training.setup import AssembledJob, assemble, current_world, prep
 from shardwise.training.trainer import Trainer
 from shardwise.words import output_console
 
+SCHEDULES = (
+    "batch_size_schedule",
+    "sequence_length_schedule",
+)  # keys of the training section whose stages follow samples
 # Tensors of master dtype that rank 0 holds beside its own shard: the oracle's weights, gradients and two optimizer
 # states, three of them once more to step back for a diagnosis, and our gradients and weights. A preference loss's
 # reference is one more.
@@ -245,24 +250,32 @@ def _session(job: Job, device: torch.device, facts: ModelFacts, data: TokenData,
     Late: an evaluation gathers weights anew, and what the first update leaves behind would not show.
     """
     training: dict[str, Any] = {"evaluate_every": steps if steps < 3 else steps - 1, "evaluate_batches": 2}
-    training |= {"callbacks": [], "batch_size_schedule": _one_step_each(job)}
+    size = Draft(job, current_world(device)).sequences.value
+    training |= {"callbacks": [], **_one_step_each(job, size)}
     changed = {"training": job.training.model_copy(update=training), "evaluation": EvaluationSection()}
     job = job.model_copy(update=changed)
     return Session.of(assemble(job, device, facts, replace(data, sets={})))
 
 
-def _one_step_each(job: Job) -> list[BatchSizeStage]:
-    """Return the stages of the job's batch size, each for one step, so that few steps show how it changes."""
-    stages = job.training.batch_size_schedule
-    ends = accumulate(stage.sequences_per_step for stage in stages)
-    changes = [{"until_samples": end, "until_tokens": None} for end in ends]
-    return [stage.model_copy(update=change) for stage, change in zip(stages, changes, strict=True)]
+def _one_step_each(job: Job, size: int) -> dict[str, list[WarmupStage]]:
+    """Return the stages of the job's warm-ups, each for one step, so that few steps show how it changes.
+
+    `size` are the sequences of a step behind them.
+    """
+    sizes = [stage.sequences_per_step for stage in job.training.batch_size_schedule]
+    ends = [*accumulate([*sizes, *[size] * len(job.training.sequence_length_schedule)])]
+    return {key: [_until(end, stage) for stage, end in zip(getattr(job.training, key), ends)] for key in SCHEDULES}
+
+
+def _until(samples: int, stage: WarmupStage) -> WarmupStage:
+    return stage.model_copy(update={"until_samples": samples, "until_tokens": None})
 
 
 def _stage_notes(job: Job, steps: int) -> Iterator[str]:
-    if stages := len(job.training.batch_size_schedule):
-        further = f"; --steps {stages + 1} compares them all, and a step behind them" if stages >= steps else ""
-        yield f"Each stage of training.batch_size_schedule lasts one step here{further}."
+    for key in SCHEDULES:
+        if stages := len(getattr(job.training, key)):
+            further = f"; --steps {stages + 1} compares them all, and a step behind them" if stages >= steps else ""
+            yield f"Each stage of training.{key} lasts one step here{further}."
 
 
 def _compare(session: Session, steps: int, make_reference: Callable[[], Any], report: VerifyReport) -> None:

@@ -33,6 +33,7 @@ class Batch:
     reference: [B, C] log-probability of each completion by a reference model, in the order of these numbers; once it is
     known, where there is one.
     digest: hash of the real samples (`batch_digest`), signed 64 bits.
+    sequences_per_sample: into which each sample of the data was cut (`cut`).
     """
 
     inputs: dict[str, Tensor]
@@ -44,6 +45,7 @@ class Batch:
     completions: Tensor | None = None
     reference: Tensor | None = None
     digest: int = 0
+    sequences_per_sample: int = 1
 
     def __post_init__(self) -> None:
         if self.counted is None:
@@ -65,6 +67,36 @@ class Batch:
             completions=None if self.completions is None else move(self.completions),
             reference=None if self.reference is None else move(self.reference),
             digest=self.digest,
+            sequences_per_sample=self.sequences_per_sample,
+        )
+
+    def cut(self, number: int) -> Batch:
+        """Return the batch with each sample [S] cut into `number` sequences [S / number], in order.
+
+        Sample c becomes the sequences c * number and following, as it would in a run that had always had their length.
+        Labels stay: that of a sequence's last token is the next one's first. Positions and documents count from 0 anew.
+        """
+        if number == 1:
+            return self
+
+        def apart(values: Tensor) -> Tensor:
+            return values.reshape(len(values) * number, -1)
+
+        assert self.labels is not None
+        inputs, documents = {name: apart(values) for name, values in self.inputs.items()}, None
+        if self.document_ids is not None:
+            documents = apart(self.document_ids)
+            documents = documents - documents[:, :1]
+            positions = inputs["position_ids"]
+            inputs["position_ids"] = positions - positions[:, :1] * (documents == 0)
+        return replace(
+            self,
+            inputs=inputs,
+            labels=apart(self.labels),
+            rows=(self.rows[:, None] * number + torch.arange(number, device=self.rows.device)).flatten(),
+            document_ids=documents,
+            counted=self.counted.repeat_interleave(number),
+            sequences_per_sample=number,
         )
 
     def count(self) -> Tensor:

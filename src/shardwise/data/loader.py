@@ -7,6 +7,9 @@ holds the rows i = (m*data_ranks + d)*microbatch + j, 0 <= j < microbatch, of th
 repeats row i % G and counts nowhere. A run of E epochs has E * len(split) samples: its last step holds R <= G of them,
 and there rows from R on are padding. Evaluation is the same without shuffling: global batch b holds samples b*G … of
 the split, those beyond its end are padding, and the counter of sample s is EVALUATION + s.
+
+Where training.sequence_length_schedule gives the step behind c samples sequences of l < S tokens, each of its rows is
+then cut into S / l sequences (`Batch.cut`, `plan/sequence_lengths.py`). Evaluation has whole samples.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from shardwise.data.batch import IGNORED, Batch, batch_digest
 from shardwise.data.mixture import Mixture
 from shardwise.data.order import order
 from shardwise.data.packing import is_stream
+from shardwise.plan.sequence_lengths import SequenceLengths
 from shardwise.plan.step_sizes import SizeStage, StepSizes, microbatches_of
 
 Locate = Callable[[int], tuple[int, int]]  # row of a step -> (index in the split, sample counter)
@@ -62,6 +66,7 @@ class Stream:
         device: torch.device | str = "cpu",
         total: int | None = None,
         sizes: StepSizes | None = None,
+        lengths: SequenceLengths | None = None,
     ) -> None:
         if not 0 <= data_rank < data_ranks:
             raise ValueError(f"data_rank={data_rank} of {data_ranks}")
@@ -77,6 +82,7 @@ class Stream:
         self.device = device
         self.total = total  # samples of the whole run, where it ends with an epoch; the last step may be ragged
         self.sizes = sizes or StepSizes((SizeStage(sequences_per_step),))  # of steps, of which G is the last
+        self.lengths = lengths  # of sequences; None: samples are whole
 
     def batches(self, step: int) -> list[Batch]:
         """The microbatches of this rank in one step of training."""
@@ -84,12 +90,13 @@ class Stream:
 
     def batches_from(self, consumed: int) -> list[Batch]:
         """The same for the step that follows `consumed` samples, whatever the steps before it looked like."""
-        real = self.samples_after(consumed)
+        real, cuts = self.samples_after(consumed), self.lengths.sequences_per_sample(consumed) if self.lengths else 1
 
         def locate(row: int) -> tuple[int, int]:
             return training_index(self.split, self.seed, consumed + row), consumed + row
 
-        return [self._microbatch(number, real, locate) for number in range(self._accumulation_after(consumed))]
+        numbers = range(self._accumulation_after(consumed))
+        return [self._microbatch(number, real, locate).cut(cuts) for number in numbers]
 
     def _accumulation_after(self, consumed: int) -> int:
         """Return this rank's microbatches of the step that follows `consumed` samples; `accumulation` of one of G."""

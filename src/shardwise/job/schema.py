@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from shardwise.job.attention_kernels import KERNELS
-from shardwise.job.batch_size import BatchSizeStage
 from shardwise.job.data_section import DataSection
 from shardwise.job.launch_section import LaunchSection
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.section import RootSection, Section, UserPath
 from shardwise.job.values import Fraction, NonNegative, Pattern, Positive, SetName
+from shardwise.job.warmup_stages import BatchSizeStage, SequenceLengthStage
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
@@ -376,6 +376,12 @@ class TrainingSection(Section):
         description="Warm-up of the batch size (Megatron's `rampup_batch_size`): stages of smaller steps, each larger "
         "than the one before, ahead of those of `sequences_per_step`. The microbatch stays; each stage has as many as "
         "its steps need. Learning rates go by steps, not by samples.",
+    )
+    sequence_length_schedule: list[SequenceLengthStage] = Field(
+        default=[],
+        description="Warm-up of the sequence length (DeepSpeed's `seqlen_reshape`): stages that cut each sample into "
+        "shorter sequences, each stage into longer ones than the one before, ahead of whole samples. The tokens of a "
+        "step stay, none is left out, and evaluations have whole samples.",
     )
     microbatch_size: Positive | None = Field(
         default=None, description="Sequences in one forward of one rank; derived if unset."

@@ -38,6 +38,7 @@ _NUMBERS = {  # name shown: key of the record and format
     "accuracy": ("rewards_accuracy", ".0%"),
     "norm": ("grad_norm", ".3g"),
     "lr": ("learning_rate", ".2e"),
+    "length": ("sequence_length", "d"),
     "tokens/s": ("tokens_per_second", ".0f"),
     "TFLOPs/rank": ("tflops_per_rank", ".3g"),
     "MFU": ("mfu", ".1%"),

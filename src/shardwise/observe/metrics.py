@@ -3,13 +3,14 @@
 A record of a step has the keys step, loss, grad_norm, learning_rate, tokens, tokens_per_second, tflops_per_rank,
 smp_tflops_per_rank, mfu, peak_memory_bytes and data_seconds (lists by rank), on a CPU compute_seconds and
 communication_seconds likewise, skipped, data_hash, seconds, for fp16 loss_scale, where `training.batch_size_schedule`
-changes it the step's sequences, and for a mixture of experts expert_load (the most used expert's rows over the mean),
-idle_experts (the share without a row) and balancing_loss, where there is one, for each of `data.sources` passes/NAME,
-how often it has been read, and for a stream stream_tokens_per_second (made ahead on rank 0's host),
-stream_waited_seconds (so far, of several sources also as stream_waited_seconds/NAME) and stream_skipped_shards. An
-evaluation has step, validation_loss, validation_loss/NAME of each of `evaluation.sets` and `data.sources`, and
-training_loss. One record compares predicted_step_seconds and predicted_peak_memory_bytes with measured_step_seconds and
-measured_peak_memory_bytes. One names a straggler. JSON has no NaN or infinity: such a number becomes null.
+changes it the step's sequences, with `training.sequence_length_schedule` their sequence_length, and for a mixture of
+experts expert_load (the most used expert's rows over the mean), idle_experts (the share without a row) and
+balancing_loss, where there is one, for each of `data.sources` passes/NAME, how often it has been read, and for a stream
+stream_tokens_per_second (made ahead on rank 0's host), stream_waited_seconds (so far, of several sources also as
+stream_waited_seconds/NAME) and stream_skipped_shards. An evaluation has step, validation_loss, validation_loss/NAME of
+each of `evaluation.sets` and `data.sources`, and training_loss. One record compares predicted_step_seconds and
+predicted_peak_memory_bytes with measured_step_seconds and measured_peak_memory_bytes. One names a straggler. JSON has
+no NaN or infinity: such a number becomes null.
 """
 
 from __future__ import annotations

@@ -203,6 +203,7 @@ class ParallelModel:
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
+        self._shape_stages(microbatches[0])
         self.prepare(objective.inputs(microbatches[0]))
         if routers is not None:
             routers.begin(self._own_sequences(microbatches) if routers.local is not None else 0)
@@ -216,6 +217,12 @@ class ParallelModel:
         if routers is not None:
             routers.settle()
         return torch.stack(totals).sum(0)
+
+    def _shape_stages(self, microbatch: Any) -> None:
+        """Make stages ready for what travels between them in microbatches like this one, where lengths change."""
+        if self.pipeline is not None and self.plan.sequence_lengths.grow:
+            rows, length = microbatch.inputs["input_ids"].shape
+            self.pipeline.reshape(rows, self.plan.positions_of(length))
 
     def _own_sequences(self, microbatches: Sequence[Any]) -> int:
         """Return the real sequences of some microbatches, on one of the ranks that hold the same; 0 on the others."""

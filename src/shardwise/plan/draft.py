@@ -31,6 +31,7 @@ from shardwise.model.attention_choice import AttentionNeeds, KernelChoice, choos
 from shardwise.model.balance import balance, block_costs
 from shardwise.model.facts import AttentionFacts, ModelFacts
 from shardwise.model.float8 import left_out
+from shardwise.plan.sequence_lengths import SequenceLengths, sequence_lengths
 from shardwise.plan.step_sizes import StepSizes, microbatches_of, step_sizes
 from shardwise.words import divisors, listed
 
@@ -324,6 +325,11 @@ class Draft:
     def step_sizes(self) -> StepSizes:
         """The sizes of the steps, of which `sequences` is the last."""
         return step_sizes(self.training, self.data.sequence_length, self.sequences.value)
+
+    @cached_property
+    def sequence_lengths(self) -> SequenceLengths:
+        """The lengths of the sequences, of which `data.sequence_length` is the last."""
+        return sequence_lengths(self.training, self.data.sequence_length)
 
     @cached_property
     def sequences_per_rank(self) -> int:

@@ -36,6 +36,7 @@ from shardwise.plan.draft import (
 from shardwise.plan.normalisation import NORMALISATIONS
 from shardwise.plan.orthogonalization import Orthogonalization, orthogonalization
 from shardwise.plan.rules import check
+from shardwise.plan.sequence_lengths import SequenceLengths
 from shardwise.plan.step_sizes import StepSizes, microbatches_of
 from shardwise.words import listed
 
@@ -68,7 +69,8 @@ class Plan:
     dtypes: Dtypes
     steps: int  # optimizer steps of the run
     training_sequences: int | None  # of one of its epochs; None where it counts steps
-    sequence_length: int
+    sequence_length: int  # tokens of a sample
+    sequence_lengths: SequenceLengths  # of all steps, of which sequence_length is the last
     sequences_per_step: int  # global, of the steps behind any warm-up of the batch size
     step_sizes: StepSizes  # of all steps, of which sequences_per_step is the last
     microbatch: int  # sequences in one forward of one rank
@@ -105,9 +107,13 @@ class Plan:
 
     @property
     def positions(self) -> int:
-        """Positions of a sequence on one rank; a split sequence is padded to two chunks a rank."""
+        """Positions of a sample on one rank."""
+        return self.positions_of(self.sequence_length)
+
+    def positions_of(self, length: int) -> int:
+        """Return the positions of a sequence on one rank; a split sequence is padded to two chunks a rank."""
         context = self.degrees[Axis.CONTEXT]
-        return self.sequence_length if context == 1 else 2 * -(-self.sequence_length // (2 * context))
+        return length if context == 1 else 2 * -(-length // (2 * context))
 
     @property
     def total_sequences(self) -> int | None:
@@ -122,14 +128,15 @@ class Plan:
 
     def accumulation_of(self, step: int) -> int:
         """Return the microbatches of a step on each rank."""
-        return self._accumulation(self.step_sizes.of(step))
+        return self.accumulation_for(self.step_sizes.of(step))
 
     @property
     def accumulations(self) -> list[int]:
         """Microbatches of a step on each rank in each stage of the batch size."""
-        return [self._accumulation(size) for size in self.step_sizes.sizes]
+        return [self.accumulation_for(size) for size in self.step_sizes.sizes]
 
-    def _accumulation(self, sequences: int) -> int:
+    def accumulation_for(self, sequences: int) -> int:
+        """Return the microbatches on each rank of a step of so many sequences, one of those that steps have."""
         whole = sequences == self.sequences_per_step
         return self.accumulation if whole else microbatches_of(sequences, self.microbatch, self.data_ranks)
 
@@ -263,6 +270,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         dtypes=_dtypes(draft, rules),
         training_sequences=None if job.training.epochs is None else training_sequences,
         sequence_length=job.data.sequence_length,
+        sequence_lengths=draft.sequence_lengths,
         backend=_backend(draft, rules),
         collectives=_collectives(draft, rules),
         objective=_objective(draft, rules),
@@ -412,6 +420,8 @@ def _batch(draft: Draft, rules: dict[str, str]) -> dict[str, int]:
     }
     rules |= {key: number.rule for key, number in derived.items()}
     rules["sequence_length"] = "data.sequence_length"
+    if draft.sequence_lengths.grow:
+        rules["sequence_length_schedule"] = "given; each sample is cut into sequences of so many tokens"
     if draft.step_sizes.grow:
         counts = listed(map(str, draft.accumulations), most=len(draft.accumulations))
         last = draft.step_sizes.stages[-1].first_step

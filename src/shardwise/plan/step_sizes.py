@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.job.batch_size import BatchSizeStage
 from shardwise.job.schema import TrainingSection
 
 
@@ -70,11 +69,6 @@ class StepSizes:
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
 
 
-def end_of(stage: BatchSizeStage, sequence_length: int) -> int:
-    """Return the samples of the run with which a stage is over."""
-    return stage.until_samples if stage.until_samples is not None else -(-(stage.until_tokens or 0) // sequence_length)
-
-
 def microbatches_of(sequences: int, microbatch: int, data_ranks: int) -> int:
     """Return the microbatches that each rank needs for a step of so many sequences."""
     return -(-sequences // (microbatch * data_ranks))
@@ -90,6 +84,6 @@ def _stages(training: TrainingSection, sequence_length: int, sequences: int) -> 
     step = sample = 0
     for stage in training.batch_size_schedule:
         yield SizeStage(stage.sequences_per_step, step, sample)
-        steps = max(0, -(-(end_of(stage, sequence_length) - sample) // stage.sequences_per_step))
+        steps = max(0, -(-(stage.end(sequence_length) - sample) // stage.sequences_per_step))
         step, sample = step + steps, sample + steps * stage.sequences_per_step
     yield SizeStage(sequences, step, sample)

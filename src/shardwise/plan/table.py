@@ -63,10 +63,19 @@ def _list(title: str, rows: list[tuple[str, str, str]]) -> Group:
 
 
 def _sizes(plan: Plan) -> str:
-    """Return the stages of the batch size: "4 up to sample 32, then 8"."""
-    pairs = pairwise(plan.step_sizes.stages)
-    stages = [f"{stage.sequences} up to sample {later.first_sample:,}" for stage, later in pairs]
-    return f"{', '.join(stages)}, then {plan.sequences_per_step}"
+    return _stages((stage.sequences, stage.first_sample) for stage in plan.step_sizes.stages)
+
+
+def _lengths(plan: Plan) -> str:
+    return _stages((stage.length, stage.first_sample) for stage in plan.sequence_lengths.stages)
+
+
+def _stages(values: Iterable[tuple[int, int]]) -> str:
+    """Return what holds from some samples on: "4 up to sample 32, then 8"."""
+    of_run = [*values]
+    stages = [f"{value} up to sample {end:,}" for (value, _), (_, end) in pairwise(of_run)]
+    last, _ = of_run[-1]
+    return f"{', '.join(stages)}, then {last}"
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
@@ -84,6 +93,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
         yield key, getattr(plan, key)
     if plan.step_sizes.grow:
         yield "batch_size_schedule", _sizes(plan)
+    if plan.sequence_lengths.grow:
+        yield "sequence_length_schedule", _lengths(plan)
     yield from asdict(plan.dtypes).items()
     if plan.sources:
         yield "sources", plan.sources

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.data.batch import Batch
 from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
-from shardwise.testing.oracle_data import EVALUATION, NOT_COUNTED, Rows, Source
+from shardwise.testing.oracle_data import EVALUATION, NOT_COUNTED, Rows, Source, shortened
 
 
 class Misread(NamedTuple):
@@ -23,8 +23,8 @@ class Misread(NamedTuple):
 
 def find_misread(plan: Plan, source: Source, ours: Captured) -> Misread | None:
     """Return what is wrong with the microbatches of a step; None where every rank got its rows, and right ones."""
-    if shifted := _shifted(plan, ours):
-        return shifted
+    if misread := _other_length(plan, ours) or _shifted(plan, ours):
+        return misread
     for rank, (batches, data_rank) in enumerate(zip(ours.batches, ours.data_ranks, strict=True)):
         for number, batch in enumerate(batches):
             expected = _counters(plan, ours.step, data_rank, number)
@@ -32,7 +32,7 @@ def find_misread(plan: Plan, source: Source, ours: Captured) -> Misread | None:
             misread = (
                 _wrong_rows(plan, ours, rank, number, batch.rows.tolist(), expected)
                 or _counted_padding(batch, real)
-                or _wrong_content(batch, source, rank, real)
+                or _wrong_content(batch, source, rank, real, _cuts(plan, ours.step))
             )
             if misread:
                 return misread
@@ -55,16 +55,34 @@ def find_misread_evaluation(plan: Plan, source: Source, ours: Captured) -> str:
     return ""
 
 
+def _cuts(plan: Plan, step: int) -> int:
+    """Return the sequences into which each sample of a step is cut."""
+    return plan.sequence_lengths.sequences_per_sample(plan.step_sizes.samples_before(step))
+
+
 def _counters(plan: Plan, step: int, data_rank: int, number: int) -> list[int]:
-    """Return the sample counters of a microbatch; padding repeats the step's first rows."""
-    start, size = plan.step_sizes.samples_before(step), plan.sequences_of(step)
+    """Return the numbers of a microbatch's sequences; padding repeats the step's first rows."""
+    start, size, cuts = plan.step_sizes.samples_before(step), plan.sequences_of(step), _cuts(plan, step)
     first = (number * plan.data_ranks + data_rank) * plan.microbatch
-    return [start + row % size for row in range(first, first + plan.microbatch)]
+    samples = [start + row % size for row in range(first, first + plan.microbatch)]
+    return [sample * cuts + place for sample in samples for place in range(cuts)]
 
 
 def _real_rows(plan: Plan, step: int, data_rank: int, number: int) -> int:
     first = (number * plan.data_ranks + data_rank) * plan.microbatch
-    return min(max(plan.sequences_of(step) - first, 0), plan.microbatch)
+    return min(max(plan.sequences_of(step) - first, 0), plan.microbatch) * _cuts(plan, step)
+
+
+def _other_length(plan: Plan, ours: Captured) -> Misread | None:
+    """Return that a step's samples are cut into too many sequences, or too few."""
+    cuts = _cuts(plan, ours.step)
+    for rank, batches in enumerate(ours.batches):
+        for number, batch in enumerate(batches):
+            if len(batch.rows) != cuts * plan.microbatch:
+                read = len(batch.rows) / plan.microbatch
+                sentence = f"microbatch {number} of rank {rank} has {read:g} sequences of each sample, not {cuts}"
+                return Misread("wrong_length", sentence)
+    return None
 
 
 def _shifted(plan: Plan, ours: Captured) -> Misread | None:
@@ -74,9 +92,9 @@ def _shifted(plan: Plan, ours: Captured) -> Misread | None:
         for number, batch in enumerate(batches):
             expected = _counters(plan, ours.step, data_rank, number)
             shifts |= {read - right for read, right in zip(batch.rows.tolist(), expected, strict=True)}
-    shift = next(iter(shifts))
     if shifts == {0} or len(shifts) > 1:
         return None
+    shift = next(iter(shifts)) // _cuts(plan, ours.step)
     late = f"{abs(shift)} sample{'s' * (abs(shift) > 1)} {'late' if shift > 0 else 'early'}"
     return Misread("shifted_samples", f"step {ours.step} begins {late}: samples are skipped or come again")
 
@@ -101,11 +119,11 @@ def _counted_padding(batch: Batch, real: int) -> Misread | None:
     return Misread("counted_padding", "rows that only pad the last microbatch count in the loss")
 
 
-def _wrong_content(batch: Batch, source: Source, rank: int, real: int) -> Misread | None:
+def _wrong_content(batch: Batch, source: Source, rank: int, real: int, cuts: int = 1) -> Misread | None:
     if not real:
         return None
-    counters = batch.rows[:real].tolist()
-    right, read = _columns(source.rows(counters)), dict(batch.inputs)
+    counters = (batch.rows[:real:cuts] // cuts).tolist()
+    right, read = _columns(shortened(source.rows(counters), cuts)), dict(batch.inputs)
     read |= {} if batch.labels is None else {"labels": batch.labels}
     read |= {} if batch.document_ids is None else {"documents": batch.document_ids}
     for name, values in right.items():

@@ -79,13 +79,13 @@ class Evidence:
     def counts(self) -> dict[Part, int]:
         """Return what the loss of each part is summed over: counted labels, or samples."""
         by_sample = counts_samples(self.plan.job)
-        rows = {(rank, number): self.oracle.source.rows(own) for rank, number, own in self.parts}
+        rows = {(rank, number): self.oracle.read(self.step, own) for rank, number, own in self.parts}
         return {part: len(own.samples()) if by_sample else own.count() for part, own in rows.items()}
 
     @cached_property
     def tokens(self) -> int:
         """Return the positions of the step's labels, counted or not; 0 where labels have no positions."""
-        labels = [self.oracle.source.rows(own).labels for _, _, own in self.parts]
+        labels = [self.oracle.read(self.step, own).labels for _, _, own in self.parts]
         return sum(values.numel() for values in labels if values is not None and values.dim() > 1)
 
     @cached_property

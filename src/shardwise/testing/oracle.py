@@ -31,7 +31,7 @@ from shardwise.job.schema import Job
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
-from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source
+from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source, shortened
 from shardwise.testing.oracle_dropout import OracleDropout
 from shardwise.testing.oracle_muon import Muon, Several, is_hidden, projections
 from shardwise.testing.oracle_optimizers import PLAIN, ScheduleFreeAdamW
@@ -239,6 +239,23 @@ class Oracle:
                 return stage.sequences_per_step
         return self.sequences_per_step
 
+    def read(self, step: int, counters: Sequence[int]) -> Rows:
+        """Return some samples of a step as the sequences that it trains on."""
+        return shortened(self.source.rows(list(counters)), self.sequences_per_sample(step))
+
+    def numbers(self, step: int, counters: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of the sequences into which some samples of a step are cut."""
+        number = self.sequences_per_sample(step)
+        return tuple(counter * number + place for counter in counters for place in range(number))
+
+    def sequences_per_sample(self, step: int) -> int:
+        """Return the sequences into which each sample of a step is cut."""
+        whole, read = self.job.data.sequence_length, self.rows_of(step)[0]
+        for stage in self.job.training.sequence_length_schedule:
+            if read < (stage.until_samples or 0) or read * whole < (stage.until_tokens or 0):
+                return whole // stage.sequence_length
+        return 1
+
     def backward(
         self, step: int, counters: Sequence[int] | None = None, twist: Twist = Twist(), reverse: bool = False,
         shares: Sequence[float] = (1.0,),
@@ -247,8 +264,8 @@ class Oracle:
 
         Backward runs for each of the `shares` of the loss, and the gradients are summed.
         """
-        everything = self.rows_of(step)
-        whole = self.source.rows(everything)
+        everything, cuts = self.rows_of(step), self.sequences_per_sample(step)
+        whole = self.read(step, everything)
         total = len(whole.samples()) if counts_samples(self.job) else whole.count()
         chosen = everything if counters is None else list(counters)
         size = 1  # of sums in 16 bits: what more sequences add up to is summed in the master's dtype, by `_collect`
@@ -263,10 +280,11 @@ class Oracle:
             self._count_routers(group if twist.balanced_apart else everything, step, size)
             for start in range(0, len(group), size):
                 samples = group[start : start + size]
-                part = self._loss(_twisted(self.source.rows(list(samples)), twist), step, twist) / max(total, 1)
+                part = self._loss(_twisted(self.read(step, samples), twist), step, twist) / max(total, 1)
                 losses = part
                 if self.routers.has_loss:
-                    terms = self.routers.term(self._router_logits, len(samples), len(everything), twist.balancing)
+                    sequences, of_step = cuts * len(samples), cuts * len(everything)
+                    terms = self.routers.term(self._router_logits, sequences, of_step, twist.balancing)
                     losses = part + terms
                 for number, share in enumerate(shares, start=1):
                     (losses * share).backward(retain_graph=number < len(shares))
@@ -301,12 +319,12 @@ class Oracle:
             return
         with torch.no_grad(), self.routers.counting_routes():
             for start in range(0, len(counters), size):
-                self._loss(self.source.rows(list(counters[start : start + size])), step, Twist())
+                self._loss(self.read(step, counters[start : start + size]), step, Twist())
                 self.routers.count(self._router_logits if self.routers.has_loss else ())
 
     def backward_sum(self, step: int, counters: Sequence[int]) -> None:
         """Run forward and backward of the summed loss of some samples together; gradients are dropped."""
-        self._loss(self.source.rows(list(counters)), step, Twist()).backward()
+        self._loss(self.read(step, counters), step, Twist()).backward()
         for parameter in self.live.values():
             parameter.grad = None
 
@@ -321,7 +339,8 @@ class Oracle:
         self.model.train(not twist.no_dropout)
         counters = rows.counters
         if twist.local_rows is not None:
-            counters = [(c - self.rows_of(step)[0]) % twist.local_rows for c in counters]
+            cuts = self.sequences_per_sample(step)
+            counters = [(c - cuts * self.rows_of(step)[0]) % (cuts * twist.local_rows) for c in counters]
         with self.dropout.begin(mask_step, counters) if not twist.no_dropout else nullcontext():
             if self.job.model.factory is not None:
                 return self._module_loss(rows)

@@ -57,6 +57,25 @@ class Rows:
         return [place for place in places if place.any()]
 
 
+def shortened(rows: Rows, number: int) -> Rows:
+    """Cut each sample into `number` sequences, numbered as a run of that length would: one after the other."""
+    if number == 1:
+        return rows
+    assert rows.labels is not None
+    length, places = rows.labels.shape[1] // number, range(number)
+
+    def sliced(values: Tensor) -> Tensor:
+        return torch.stack([sample[place * length : (place + 1) * length] for sample in values for place in places])
+
+    inputs, documents = {name: sliced(values) for name, values in rows.inputs.items()}, None
+    if rows.documents is not None:
+        documents = torch.stack([sequence.unique(return_inverse=True)[1] for sequence in sliced(rows.documents)])
+        ranks = [[int((d[:t] == d[t]).sum()) for t in range(length)] for d in documents]  # tokens of it before
+        inputs["position_ids"] = torch.tensor(ranks)
+    counters = [counter * number + place for counter in rows.counters for place in places]
+    return Rows(inputs, sliced(rows.labels), counters, documents)
+
+
 class Source(Protocol):
     """Training samples by global counter, and validation samples by their place behind EVALUATION.
 

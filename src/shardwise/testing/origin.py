@@ -66,12 +66,12 @@ def find_origin(evidence: Evidence) -> Origin | None:
 
 def _search(evidence: Evidence) -> Origin | None:
     microbatches = {tuple(counters): number for _, number, counters in evidence.parts}
-    whole = [rows for rows in microbatches if len(rows) == evidence.plan.microbatch][:MOST_MICROBATCHES]
+    whole = [samples for samples in microbatches if len(samples) == evidence.plan.microbatch][:MOST_MICROBATCHES]
     deviations: dict[str, dict[str, list[Deviation]]] = {kind: {} for kind in KINDS}
     order: dict[str, list[str]] = {}
     ranks: set[int] = set()
-    for rows in whole:
-        right = _oracle_trace(evidence, rows)
+    for samples in whole:
+        right, rows = _oracle_trace(evidence, samples), evidence.oracle.numbers(evidence.step, samples)
         for kind in KINDS:
             order[kind] = order.get(kind) or [name for name, _ in getattr(right, kind)]
             for rank, trace in enumerate(evidence.traces):
@@ -81,7 +81,7 @@ def _search(evidence: Evidence) -> Origin | None:
                 if kind == "gradients":
                     wrong |= _unreached(trace, right, rows)
                 for name, factor in wrong.items():
-                    deviations[kind].setdefault(name, []).append(Deviation(rank, microbatches[rows], factor))
+                    deviations[kind].setdefault(name, []).append(Deviation(rank, microbatches[samples], factor))
     for kind, by_module in deviations.items():
         for name in order.get(kind, ()):
             if name in by_module:
@@ -89,10 +89,10 @@ def _search(evidence: Evidence) -> Origin | None:
     return None
 
 
-def _oracle_trace(evidence: Evidence, rows: Rows) -> ModuleTrace:
-    trace = ModuleTrace()
-    with traced(evidence.oracle.model, trace, rows=rows, whole=True):
-        evidence.oracle.backward_sum(evidence.step, rows)
+def _oracle_trace(evidence: Evidence, samples: Rows) -> ModuleTrace:
+    trace, step = ModuleTrace(), evidence.step
+    with traced(evidence.oracle.model, trace, rows=evidence.oracle.numbers(step, samples), whole=True):
+        evidence.oracle.backward_sum(step, samples)
     return trace
 
 

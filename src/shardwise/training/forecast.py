@@ -132,7 +132,8 @@ class ForecastReport(Callback):
         """Say the comparison when enough steps have been measured."""
         assert self._forecast is not None
         plan = self._assembled.plan
-        if plan.step_sizes.of(record["step"] - 1) < plan.sequences_per_step:  # smaller than the step that is predicted
+        is_smaller = plan.step_sizes.of(record["step"] - 1) < plan.sequences_per_step  # than the step that is predicted
+        if is_smaller or record.get("sequence_length", plan.sequence_length) < plan.sequence_length:
             return
         comparison = self._forecast.watch(record, session.rank)
         if comparison is not None:

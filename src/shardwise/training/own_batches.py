@@ -63,7 +63,7 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
 
 
 def _check_rows(batch: Batch, assembled: AssembledJob, number: int) -> None:
-    planned = assembled.plan.microbatch
+    planned = assembled.plan.microbatch * batch.sequences_per_sample
     is_shared = number * assembled.layout.data_ranks > 1
     if is_shared and assembled.facts.couples_rows and len(batch.rows) != planned:
         raise ConfigError(

@@ -167,6 +167,11 @@ class Session:
                 "training.batch_size_schedule says how many samples of the data a step reads, and this session has "
                 "none; leave it out, and bring as many microbatches to each step as you want"
             )
+        if data is None and job.training.sequence_length_schedule:
+            raise ConfigError(
+                "training.sequence_length_schedule cuts samples of the data, and this session has none; leave it out, "
+                "and bring microbatches of the length that you want"
+            )
         if data is None and (job.evaluation.sets or job.evaluation.answers):
             raise ConfigError("evaluation.sets and evaluation.answers are of a job's data, and this session has none")
         self.device = self._exit.enter_context(_joined(job, facts)) if device is None else device
@@ -292,7 +297,8 @@ class Session:
             self.model.ema.update()
         mark_phase("records")
         self._advance(result, batches)
-        record = step_record(self.assembled, self.progress, result, rate, time.perf_counter() - began)
+        length = self.plan.sequence_length // batches[0].sequences_per_sample
+        record = step_record(self.assembled, self.progress, result, rate, length, time.perf_counter() - began)
         self.callbacks.call("on_step_end", self, record)
         if result.failed:  # before this step; it is over now, and a save that was under way can end
             self._raise_failure()

@@ -324,6 +324,7 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
         layout.data_rank,
         total=plan.total_sequences,
         sizes=plan.step_sizes,
+        lengths=plan.sequence_lengths,
     )
 
 

@@ -20,12 +20,18 @@ RANK_FIGURES = CollectiveName("figures of the ranks", "world", "all_gather")
 
 
 def step_record(
-    assembled: AssembledJob, progress: Progress, result: StepResult, learning_rate: float, seconds: float
+    assembled: AssembledJob,
+    progress: Progress,
+    result: StepResult,
+    learning_rate: float,
+    length: int,
+    seconds: float,
 ) -> Record:
     """Return the record of the step that has brought the run to `progress`. Collective.
 
     Args:
         learning_rate: of the step.
+        length: tokens of each of its sequences.
         seconds: of the whole step on this rank, its batches read.
     """
     plan, facts = assembled.plan, assembled.facts
@@ -34,7 +40,7 @@ def step_record(
     reads_rows = plan.job.data.has_rows
     sequences = plan.sequences_of(progress.step - 1)
     computed = sequences * plan.sequence_length / seconds if reads_rows else per_second
-    tflops = computed * facts.model_flops_per_token(plan.sequence_length) / plan.world.size / 1e12
+    tflops = computed * facts.model_flops_per_token(length) / plan.world.size / 1e12
     peak = plan.job.observe.peak_tflops or peak_tflops(plan.world.accelerator, plan.dtypes.compute)
     record: Record = {
         "step": progress.step,
@@ -57,6 +63,8 @@ def step_record(
     record |= result.metrics
     if plan.step_sizes.grow:
         record["sequences"] = sequences
+    if plan.sequence_lengths.grow:
+        record["sequence_length"] = length
     if assembled.given_data is not None and assembled.given_data.sources:
         read = sources_read(assembled.given_data, progress)
         record |= {f"passes/{name}": source["passes"] for name, source in read.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
+from shardwise.job.warmup_stages import WarmupStage
 from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule
-from shardwise.plan.step_sizes import end_of
 from shardwise.words import one_of
 
 SCHEDULE = "training.batch_size_schedule"
@@ -31,15 +32,19 @@ def _accumulation_fix(d: Draft) -> str:
     return f"use gradient_accumulation {one_of(around)}"
 
 
+def without_end(stages: Sequence[WarmupStage]) -> list[int]:
+    """Return the numbers of the stages that end nowhere, or in two places."""
+    ends = [(stage.until_samples, stage.until_tokens) for stage in stages]
+    return [number for number, (samples, tokens) in enumerate(ends) if (samples is None) == (tokens is None)]
+
+
 def _without_end(d: Draft) -> list[int]:
-    """The numbers of the stages of the batch size that end nowhere, or in two places."""
-    stages = enumerate(d.training.batch_size_schedule)
-    return [number for number, stage in stages if (stage.until_samples is None) == (stage.until_tokens is None)]
+    return without_end(d.training.batch_size_schedule)
 
 
 def _empty_stages(d: Draft) -> list[int]:
     """The numbers of the stages of the batch size that are over before they begin."""
-    ends = [end_of(stage, d.data.sequence_length) for stage in d.training.batch_size_schedule]
+    ends = [stage.end(d.data.sequence_length) for stage in d.training.batch_size_schedule]
     return [number for number, end in enumerate(ends) if end <= d.step_sizes.stages[number].first_sample]
 
 

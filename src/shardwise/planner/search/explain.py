@@ -12,6 +12,7 @@ from shardwise.plan.draft import lookup
 from shardwise.plan.rules import rules
 from shardwise.planner.formulas.axis_traffic import AXIS_TRAFFIC
 from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import TrainingConfiguration
 from shardwise.planner.search.search import Candidate, SearchResult, written_keys
 
 TRAFFIC = tuple(map(str, AXIS_TRAFFIC))  # exposed communication, by axis
@@ -54,14 +55,26 @@ class Budget:
 
 
 def training_seconds(candidate: Candidate, tokens: float) -> float:
-    """Return the seconds of so many tokens; the smaller steps of a warm-up of the batch size take longer for them."""
-    plan, configuration, seconds = candidate.plan, candidate.configuration, 0.0
-    stages, samples = plan.step_sizes.stages, tokens / plan.sequence_length
-    for (stage, later), count in zip(pairwise(stages), plan.accumulations):
-        steps = max(0.0, min(later.first_sample, samples) - stage.first_sample) / stage.sequences
-        seconds += steps * predict(replace(configuration, accumulation=count)).step_seconds
-    rest = max(0.0, samples - stages[-1].first_sample)
+    """Return the seconds of so many tokens; smaller steps of a warm-up take longer for them, shorter sequences less."""
+    plan, seconds, samples = candidate.plan, 0.0, tokens / candidate.plan.sequence_length
+    of_both = (*plan.step_sizes.stages, *plan.sequence_lengths.stages)
+    starts = sorted({stage.first_sample for stage in of_both})
+    for start, end in pairwise(starts):
+        steps = max(0.0, min(end, samples) - start) / plan.step_sizes.after(start)
+        seconds += steps * predict(_warming_up(candidate, start)).step_seconds
+    rest = max(0.0, samples - starts[-1])
     return seconds + rest * plan.sequence_length / candidate.tokens_per_second
+
+
+def _warming_up(candidate: Candidate, samples: int) -> TrainingConfiguration:
+    """Return the configuration of the step that follows so many samples."""
+    plan = candidate.plan
+    return replace(
+        candidate.configuration,
+        accumulation=plan.accumulation_for(plan.step_sizes.after(samples)),
+        sequence=plan.sequence_lengths.after(samples),
+        microbatch=plan.microbatch * plan.sequence_lengths.sequences_per_sample(samples),
+    )
 
 
 def layout_of(candidate: Candidate) -> str:
