@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from shardwise.data import store
 from shardwise.data.batch import IGNORED
@@ -63,6 +64,20 @@ def test_causal_labels_are_the_next_tokens(tmp_path: Path) -> None:
     assert batch.rows.tolist() == [11, 12]
     assert batch.document_ids is None and list(batch.inputs) == ["input_ids"]
     assert batch.count() == 14 and batch.counted.all()
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_samples_that_are_cut_are_windows_of_that_length(tmp_path: Path, isolated: bool) -> None:
+    whole, _ = split(tmp_path, 100, 12, isolate_documents=isolated, documents=[0, 3, 4, 8, 16, 17, 31, 38, 90])
+    short = Windows(whole.stream, 3 * len(whole), 4, isolate_documents=isolated)
+    numbers = [3, 0, 5]
+    parts = [3 * number + place for number in numbers for place in range(3)]
+    cut, right = whole.batch(numbers, [7, 8, 9], seed=0).cut(3), short.batch(parts, list(range(21, 30)), seed=0)
+    assert cut.sequences_per_sample == 3 and cut.inputs.keys() == right.inputs.keys()
+    pairs = [(cut.inputs[name], right.inputs[name]) for name in right.inputs]
+    pairs += [(cut.labels, right.labels), (cut.rows, right.rows), (cut.counted, right.counted)]
+    pairs += [(cut.document_ids, right.document_ids)] if isolated else []
+    assert all(own is not None and torch.equal(own, other) for own, other in pairs)
 
 
 def test_isolated_documents(tmp_path: Path) -> None:

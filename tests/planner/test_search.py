@@ -22,6 +22,7 @@ from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import lookup
 from shardwise.plan.plan import resolve
+from shardwise.plan.sequence_lengths import LengthStage, SequenceLengths
 from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.planner.constants.inventory import cluster, presets
 from shardwise.planner.constants.presets import preset_config
@@ -133,6 +134,11 @@ def test_budget_is_days_and_dollars() -> None:
     stages = SizeStage(samples // 2), SizeStage(samples, 10, 5 * samples)
     growing, step = replace(best, plan=replace(best.plan, step_sizes=StepSizes(stages))), best.prediction.step_seconds
     assert 5 * step < training_seconds(growing, 5 * samples * best.plan.sequence_length) <= 10 * step
+    lengths = SequenceLengths((LengthStage(best.plan.sequence_length // 8), LengthStage(best.plan.sequence_length, 9)))
+    shorter = replace(best, plan=replace(best.plan, sequence_lengths=lengths))
+    assert 0 < training_seconds(shorter, 9 * best.plan.sequence_length) < 9 / samples * step
+    both = replace(growing, plan=replace(growing.plan, sequence_lengths=lengths))
+    assert 0 < budget.days(growing) - budget.days(both) < 18 / samples * step / 86400  # type: ignore[operator]
     tokens = 1e9 - 5 * samples * best.plan.sequence_length  # behind the ten smaller steps
     assert budget.days(growing) > budget.days(best) > tokens / best.tokens_per_second / 86400  # type: ignore[operator]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import Batch
+from shardwise.plan.sequence_lengths import LengthStage, SequenceLengths
 from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.testing.batch_check import find_misread
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows
@@ -46,10 +47,11 @@ def fed(*rows: list[list[int]], data_ranks: tuple[int, ...] = (0, 1)) -> Any:
 RIGHT = ([[7, 8], [11, 12]], [[9, 10], [13, 7]])
 
 
-def misread(ours: Any) -> Any:
+def misread(ours: Any, lengths: SequenceLengths | None = None) -> Any:
     plan = made_plan()
     plan.microbatch, plan.sequences_per_step, plan.sequences_of = 2, SIZE, lambda step: SIZE
     plan.step_sizes = StepSizes((SizeStage(SIZE),))
+    plan.sequence_lengths = lengths or plan.sequence_lengths
     return find_misread(plan, Corpus(), ours)
 
 
@@ -77,6 +79,23 @@ def test_right_rows_are_found_right() -> None:
 def test_rows_in_the_wrong_places_are_named(rows: Any, fault: str, words: str) -> None:
     assert (found := misread(fed(*rows))) is not None
     assert found.fault == fault and words in found.sentence
+
+
+def test_samples_that_are_cut_are_judged_as_sequences() -> None:
+    """The second step has sequences of one token of three."""
+    lengths, ours = SequenceLengths((LengthStage(3), LengthStage(1, 6), LengthStage(3, 8))), fed(*RIGHT)
+    found = misread(ours, lengths)
+    assert found.fault == "wrong_length" and "has its samples cut in 1, not in 3" in found.sentence
+    for batches in ours.batches:
+        for number, whole in enumerate(batches):
+            positions = torch.arange(3).expand(2, 3)
+            batches[number] = replace(whole, inputs={**whole.inputs, "position_ids": positions}).cut(3)
+    assert misread(ours, lengths) is None
+    ours.batches[1][0].inputs["input_ids"][4] += 1
+    found = misread(ours, lengths)
+    assert found.fault == "wrong_data" and "input_ids of samples [9, 10] on rank 1" in found.sentence
+    ours.batches = [[replace(batch, rows=batch.rows + 3) for batch in batches] for batches in ours.batches]
+    assert "begins 1 sample late" in misread(ours, lengths).sentence
 
 
 class Answers(Corpus):

@@ -88,11 +88,13 @@ def test_the_comparison_is_of_the_median_without_the_first_step() -> None:
 
 
 def test_steps_that_are_smaller_than_the_predicted_one_are_not_compared() -> None:
-    plan = mock.Mock(sequences_per_step=8, step_sizes=StepSizes((SizeStage(4), SizeStage(8, 2, 8))))
+    sizes = StepSizes((SizeStage(4), SizeStage(8, 2, 8)))
+    plan = mock.Mock(sequences_per_step=8, step_sizes=sizes, sequence_length=16)
     report = ForecastReport(mock.Mock(plan=plan), mock.Mock())
     report._forecast = mock.Mock(watch=mock.Mock(return_value=None))
     for step in (1, 2, 3):
         report.on_step_end(mock.Mock(rank=0), {"step": step})
+    report.on_step_end(mock.Mock(rank=0), {"step": 4, "sequence_length": 8})
     report._forecast.watch.assert_called_once_with({"step": 3}, 0)
 
 

@@ -25,6 +25,7 @@ METRICS = {
     "data_hash": "hash of all samples so far, equal on any layout: two runs that differ in it have read other data",
     "seconds": "wall time of the step",
     "sequences": "samples of the step; with `training.batch_size_schedule` only",
+    "sequence_length": "tokens of each sequence of the step; with `training.sequence_length_schedule` only",
     "stream_tokens_per_second": "tokens of a stream that rank 0's host has made ahead, a second; streams only",
     "stream_waited_seconds": "seconds for which rank 0 has waited for the stream so far; streams only",
     "stream_waited_seconds/NAME": "the same of one of `data.sources` that is a stream",

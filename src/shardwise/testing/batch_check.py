@@ -80,7 +80,7 @@ def _other_length(plan: Plan, ours: Captured) -> Misread | None:
         for number, batch in enumerate(batches):
             if len(batch.rows) != cuts * plan.microbatch:
                 read = len(batch.rows) / plan.microbatch
-                sentence = f"microbatch {number} of rank {rank} has {read:g} sequences of each sample, not {cuts}"
+                sentence = f"microbatch {number} of rank {rank} has its samples cut in {read:g}, not in {cuts}"
                 return Misread("wrong_length", sentence)
     return None
 
