@@ -57,12 +57,12 @@ class Budget:
 def training_seconds(candidate: Candidate, tokens: float) -> float:
     """Return the seconds of so many tokens; smaller steps of a warm-up take longer for them, shorter sequences less."""
     plan, seconds, samples = candidate.plan, 0.0, tokens / candidate.plan.sequence_length
-    of_both = (*plan.step_sizes.stages, *plan.sequence_lengths.stages)
-    starts = sorted({stage.first_sample for stage in of_both})
-    for start, end in pairwise(starts):
+    starts = {stage.first_sample for stage in plan.step_sizes.stages}
+    starts |= {stage.first_sample for stage in plan.sequence_lengths.stages}
+    for start, end in pairwise(sorted(starts)):
         steps = max(0.0, min(end, samples) - start) / plan.step_sizes.after(start)
         seconds += steps * predict(_warming_up(candidate, start)).step_seconds
-    rest = max(0.0, samples - starts[-1])
+    rest = max(0.0, samples - max(starts))
     return seconds + rest * plan.sequence_length / candidate.tokens_per_second
 
 
