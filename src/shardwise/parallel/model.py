@@ -220,9 +220,9 @@ class ParallelModel:
 
     def _shape_stages(self, microbatch: Any) -> None:
         """Make stages ready for what travels between them in microbatches like this one, where lengths change."""
-        if self.pipeline is not None and self.plan.sequence_lengths.grow:
-            rows, length = microbatch.inputs["input_ids"].shape
-            self.pipeline.reshape(rows, self.plan.positions_of(length))
+        ids = microbatch.inputs.get("input_ids")  # a loop of one's own may bring others
+        if self.pipeline is not None and self.plan.sequence_lengths.grow and ids is not None:
+            self.pipeline.reshape(len(ids), self.plan.positions_of(ids.shape[1]))
 
     def _own_sequences(self, microbatches: Sequence[Any]) -> int:
         """Return the real sequences of some microbatches, on one of the ranks that hold the same; 0 on the others."""
