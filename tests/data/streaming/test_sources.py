@@ -91,7 +91,7 @@ def test_names_of_the_hub_are_read_from_a_mirror(tmp_path: Path) -> None:
         "{'dataset_config': 'other'} parquet part-000.parquet True True",
         "{'dataset_split': 'test'} jsonl part-000.jsonl True True",
     ], done.stderr
-    assert "has no split 'nowhere' (data.dataset_split), but train, test" in lines[4]
+    assert "has no split 'nowhere' (data.dataset_split); use train, test" in lines[4]
     assert "cannot be listed" in lines[5] and "cannot be listed" in lines[6]
 
 
