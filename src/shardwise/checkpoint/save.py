@@ -73,7 +73,9 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
         self._run = claim(store)
-        self._hook = optimizer.inner.register_step_pre_hook(lambda *_: self.settle())
+        # Members of a combined optimizer may be stepped by themselves, in another thread.
+        stepped = [optimizer.inner, *getattr(optimizer.inner, "members", ())]
+        self._hooks = [each.register_step_pre_hook(lambda *_: self.settle()) for each in stepped]
 
     @property
     def failed(self) -> bool:
@@ -123,7 +125,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for what is under way, whatever comes of it; used where another error is on its way."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._thread is not None:
             self._thread.join(timeout=60)
 

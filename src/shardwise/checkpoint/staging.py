@@ -90,16 +90,17 @@ class Staging:
         Of a GPU all of it, for the thread that trains has the device and the stream that made the tensors.
         """
         try:
-            more = True
+            more, copied = True, False
             while more:
                 with self._filling:
                     more = self._fill()
+                copied = copied or more
         except (Broken, CheckpointError):
             return  # the writing thread says why
         except BaseException:
             self.cancel()  # the writing thread would wait for the rest
             raise
-        if self._pinned:
+        if self._pinned and copied:
             torch.cuda.current_stream().synchronize()
 
     def drain(self) -> Iterator[memoryview]:

@@ -51,6 +51,7 @@ class OptimizerRecord:
             whole, or what a rank has of it.
         average: options -> the average that is evaluated; None where the parameters are.
         fixed: options on which the meaning of stored state depends, and their defaults.
+        elementwise: the update of an element reads its own history alone, as those of torch's elementwise classes.
     """
 
     does: str
@@ -58,6 +59,7 @@ class OptimizerRecord:
     state: StateRule
     average: Callable[[Options], Average] | None = None
     fixed: Options = field(default_factory=dict)
+    elementwise: bool = False
 
 
 def is_quantized(whole: Shape) -> bool:
@@ -109,6 +111,7 @@ RECORDS: dict[str, OptimizerRecord] = {
         "AdamW with moments in bf16, rounded to the nearest",
         "adamw_bf16:AdamWBf16",
         like_parameter("exp_avg", "exp_avg_sq", dtype="bf16"),
+        elementwise=True,
     ),
     "Adafactor": OptimizerRecord(
         "squares kept as a row and a column of each matrix (arXiv 1804.04235), as torch's class computes",
@@ -120,12 +123,15 @@ RECORDS: dict[str, OptimizerRecord] = {
         "muon:Muon",
         like_parameter("momentum_buffer"),
     ),
-    "Lion": OptimizerRecord("sign of a momentum (arXiv 2302.06675)", "lion:Lion", like_parameter("exp_avg")),
+    "Lion": OptimizerRecord(
+        "sign of a momentum (arXiv 2302.06675)", "lion:Lion", like_parameter("exp_avg"), elementwise=True
+    ),
     "ScheduleFreeAdamW": OptimizerRecord(
         "AdamW whose average of weights takes the place of a schedule (arXiv 2405.15682)",
         "schedule_free:ScheduleFreeAdamW",
         like_parameter("z", "exp_avg_sq"),
         _schedule_free_average,
         fixed={"betas": list(BETAS)},
+        elementwise=True,
     ),
 }

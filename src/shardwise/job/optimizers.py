@@ -80,6 +80,11 @@ def takes_slices(name: str) -> bool:
     return is_reference(name) and getattr(optimizer_class(name), "elementwise", False) is True
 
 
+def is_elementwise(name: str) -> bool:
+    """Return whether the update of an element reads its own history alone, so that any rank or host can do it."""
+    return RECORDS[name].elementwise if name in RECORDS else takes_slices(name)
+
+
 def average_of(name: str, options: Mapping[str, Any]) -> Average | None:
     """Return what an optimizer evaluates and exports in the place of parameters; None where they are themselves."""
     record = RECORDS.get(name)

@@ -279,6 +279,11 @@ class MemorySection(Section):
     offload_parameters: bool = Field(
         default=False, description="Keep sharded parameters, gradients and optimizer state in host memory."
     )
+    offload_optimizer: bool | Fraction = Field(
+        default=False,
+        description="Keep optimizer state in host memory and update there: `true` all, or a share of each rank's "
+        "parameters from 0 to 1. Without `optimizer.clip_norm` the update runs beside backward.",
+    )
     loss_chunk_tokens: Positive = Field(
         default=1024, description="Rows of [tokens, vocabulary] logits that exist at once in the chunked loss."
     )

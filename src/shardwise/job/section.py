@@ -188,4 +188,5 @@ def _refuse_stray_switches(root: type[Section], data: Mapping[str, Any], section
 
 
 def _takes_numbers(field: FieldInfo) -> bool:
-    return bool(plain_types(field.annotation) & {int, float})
+    types = plain_types(field.annotation)
+    return bool(types & {int, float}) and bool not in types

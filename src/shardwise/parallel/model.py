@@ -60,6 +60,7 @@ class ModelPart:
         boundary: inputs and outputs of the stage; None without a pipeline.
         weight_gradients: those that backward leaves for later, if the schedule wants it so.
         fsdp_modules: FSDP2's modules, the root first; empty when nothing is sharded. Parts under one root share them.
+        completes: the backward that comes is the last of a step.
         root_forward: the module's forward, through the root that it shares with other parts, if it does.
     """
 
@@ -69,6 +70,7 @@ class ModelPart:
     weight_gradients: WeightGradients | None = None
     fsdp_modules: list[FSDPModule] = field(default_factory=list)
     root_forward: Callable[..., Any] | None = None
+    completes: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -328,6 +330,7 @@ class ParallelModel:
         """
 
         def begin(number: int, is_last: bool) -> None:
+            self.parts[number].completes = last and is_last
             begin_microbatch(self.parts[number].fsdp_modules, self.plan, last and is_last)
             if self.plan.job.model.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()  # what the last microbatch's graphs hold is no longer read

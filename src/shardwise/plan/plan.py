@@ -18,6 +18,7 @@ from typing import Any
 from shardwise.errors import require_type
 from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes, state_axes
 from shardwise.job.mixture import is_weighted, weights_by_sample
+from shardwise.job.objects import is_reference
 from shardwise.job.schema import Job, ParallelSection
 from shardwise.job.sources import require_job
 from shardwise.model.facts import ModelFacts
@@ -42,6 +43,7 @@ from shardwise.words import listed
 
 __all__ = ["Dtypes", "Plan", "World", "collective_algorithm", "precheck", "resolve"]
 
+OFFLOADS = ("memory.offload_activations", "memory.offload_parameters", "memory.offload_optimizer")
 REFERENCE_OBJECTIVES = ("dpo",)  # whose loss compares with a model that is not trained
 
 
@@ -93,6 +95,7 @@ class Plan:
     sources: str = ""  # of the data and their shares; empty where there is one corpus
     orthogonalized: dict[str, str] = field(default_factory=dict)  # parameter of Muon's -> the way of its matrices
     optimizers: str = ""  # which of several optimizers updates what; empty where there is one
+    offloaded_optimizer: str = ""  # the share of the optimizer's state in host memory; empty where there is none
     reference: str = ""  # of a preference loss: "adapters_off" | "copy" | "precomputed"; empty: the objective has none
 
     @property
@@ -188,6 +191,11 @@ class Plan:
         """True where FSDP2 has work: several data ranks, a compute dtype of its own, or parameters on the host."""
         ranks = math.prod(self.degrees[axis] for axis in data_axes())
         return ranks > 1 or self.dtypes.compute != self.dtypes.parameters or self.job.memory.offload_parameters
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """True where optimizer state in host memory is updated while backward goes on."""
+        return bool(self.offloaded_optimizer) and not _norm_first(self.job)
 
     @property
     def leaves_experts(self) -> bool:
@@ -288,6 +296,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         sources=_sources(draft, rules),
         orthogonalized={} if muon is None else muon.ways,
         optimizers=_optimizers(draft, muon, rules),
+        offloaded_optimizer=_offloaded_optimizer(draft, rules),
         step_sizes=draft.step_sizes,
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
@@ -463,6 +472,26 @@ def _optimizers(draft: Draft, muon: Orthogonalization | None, rules: dict[str, s
     return "; ".join(f"{name}: {count}" for name, count in counts.items())
 
 
+def _offloaded_optimizer(draft: Draft, rules: dict[str, str]) -> str:
+    share = float(draft.memory.offload_optimizer)
+    if not share:
+        return ""
+    chosen = "all" if share == 1 else "whole tensors from the last block to the first"
+    when = "beside backward; the state before is kept until the gradients are known to be finite"
+    if waits := _norm_first(draft.job):
+        when = f"after backward: {waits}; gradients are copied beside it"
+    rules["offloaded_optimizer"] = f"memory.offload_optimizer: {chosen}; updated {when}"
+    return f"{share:.3g} of a rank's parameters"
+
+
+def _norm_first(job: Job) -> str:
+    """Return why an update in host memory waits for the end of backward; empty where it does not."""
+    names = [job.optimizer.name, *(group.optimizer or "" for group in job.optimizer.groups)]
+    if any(map(is_reference, names)):
+        return "a class of your own is called once a step"
+    return "" if job.optimizer.clip_norm is None else "optimizer.clip_norm needs the norm first"
+
+
 def _backend(draft: Draft, rules: dict[str, str]) -> str:
     asked = draft.parallel.ddp_dist_backend
     device = draft.world.device_type
@@ -599,7 +628,7 @@ def _parallel_notes(draft: Draft) -> Iterator[str]:
 
 def _memory_notes(draft: Draft) -> Iterator[str]:
     if draft.world.device_type == "cpu":
-        for key in changed(draft.job, "memory.offload_activations", "memory.offload_parameters"):
+        for key in changed(draft.job, *OFFLOADS):
             yield f"{key} saves nothing on a CPU, whose own memory is the host's; the copies are made."
     if not draft.memory.offload_activations:
         for key in changed(draft.job, "memory.activation_loading_horizon"):

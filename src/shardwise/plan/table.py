@@ -106,6 +106,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, object]]:
         yield "float8", f"{plan.job.precision.fp8}, {plan.job.precision.fp8_scaling}{gathered}"
     if plan.optimizers:
         yield "optimizers", plan.optimizers
+    if plan.offloaded_optimizer:
+        yield "offloaded_optimizer", plan.offloaded_optimizer
     if plan.reference:
         yield "reference", plan.reference
     yield "hang_report", plan.job.observe.hang_report

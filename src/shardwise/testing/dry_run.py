@@ -113,6 +113,10 @@ REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
         lambda plan, facts: plan.world.device_type == "cuda" and plan.job.memory.offload_parameters,
         "memory.offload_parameters=True: the trace has one device and cannot tell what is on the host",
     ),
+    (
+        lambda plan, facts: plan.world.device_type == "cuda" and plan.offloaded_optimizer,
+        "memory.offload_optimizer: the trace has one device and cannot tell what is on the host",
+    ),
 )
 
 

@@ -26,6 +26,7 @@ from shardwise.model.parameter_optimizers import ParameterOptimizer, optimizer_o
 from shardwise.parallel.logical_state import averaged_weight
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
+from shardwise.training.host_updates import HostUpdates
 from shardwise.training.optimizers.combined import CombinedOptimizer
 from shardwise.training.optimizers.slice_optimizer import SliceOptimizer
 
@@ -53,8 +54,11 @@ class ShardedOptimizer:
         model: ParallelModel | None = None,
     ) -> None:
         self.entries = list(tensor_map)
+        self.host: HostUpdates | None = None  # of what is updated in host memory
+        if model is not None and model.plan.offloaded_optimizer:
+            self.host = HostUpdates(model)
         self.locals: list[tuple[ParameterEntry, nn.Parameter]] = [
-            (entry, nn.Parameter(entry.local, requires_grad=True))
+            (entry, self._updated(entry))
             for entry in self.entries
             if entry.parameter.requires_grad and entry.local.numel()
         ]
@@ -67,6 +71,8 @@ class ShardedOptimizer:
         self._learning_rate = settings.learning_rate
         on_gpu = any(local.is_cuda for _, local in self.locals)
         self.inner = self._make(optimizer_of(settings), chosen, on_gpu)
+        if self.host is not None:
+            self.host.beside(self.inner.state)
         if isinstance(self.inner, SliceOptimizer | CombinedOptimizer):
             self.inner.place({local: entry for entry, local in self.locals}, model)
 
@@ -76,6 +82,12 @@ class ShardedOptimizer:
         settings = model.plan.job.optimizer
         return cls(model.tensor_map, settings, optimizers_of_parameters(model.facts, settings), model)
 
+    def _updated(self, entry: ParameterEntry) -> nn.Parameter:
+        """Return what the torch optimizer updates: the local elements themselves, or their copy in host memory."""
+        if self.host is not None and entry.name in self.host:
+            return self.host.copy_of(entry.name)
+        return nn.Parameter(entry.local, requires_grad=True)
+
     def _make(
         self, default: ParameterOptimizer, chosen: Mapping[str, ParameterOptimizer], on_gpu: bool
     ) -> torch.optim.Optimizer:
@@ -84,8 +96,11 @@ class ShardedOptimizer:
         members = []
         for kind, own in kinds.items():
             of_kind = [pair for pair in self.locals if chosen.get(pair[0].name, default).kind == kind]
-            groups = list(self._torch_groups(of_kind, default, chosen))
-            members.append(make_torch_optimizer(own, groups, on_gpu))
+            here = [pair for pair in of_kind if self.host is None or pair[0].name not in self.host]
+            members.append(make_torch_optimizer(own, list(self._torch_groups(here, default, chosen)), on_gpu))
+            for unit in [] if self.host is None else self.host.units(of_kind, is_reference(own.name)):
+                members.append(make_torch_optimizer(own, list(self._torch_groups(unit, default, chosen)), False))
+                self.host.add(unit, members[-1])  # type: ignore[union-attr]
         return members[0] if len(members) == 1 else CombinedOptimizer(members)
 
     def _torch_groups(
@@ -114,14 +129,33 @@ class ShardedOptimizer:
             if gradient is not None:
                 yield entry, gradient
 
+    def begin(self, scale: float) -> None:
+        """Begin a step, whose losses are scaled: what is in host memory is updated beside backward, if it can be."""
+        if self.host is not None:
+            self.host.begin(1.0 / scale)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the last backward."""
+        gradients = [gradient for _, gradient in self.gradients()]
+        if factor != 1.0 and gradients:
+            copied = [] if self.host is None else self.host.copied(factor)
+            torch._foreach_mul_(gradients, factor)
+            for own in copied:
+                own.scaled(factor)
+
     def step(self) -> None:
         """Update the local elements with the gradients that the parameters hold."""
         for entry, local in self.locals:
-            local.grad = entry.local_gradient
-        grads = [local.grad for _, local in self.locals if local.grad is not None]
-        self.gradient_bytes = sum(gradient.numel() * gradient.element_size() for gradient in grads)
+            if self.host is None or entry.name not in self.host:
+                local.grad = entry.local_gradient
+        sizes = (gradient.numel() * gradient.element_size() for _, gradient in self.gradients())
+        self.gradient_bytes = sum(sizes)
         with user_code(f"optimizer.name={self._name!r}: step"):
+            if self.host is not None:
+                self.host.offer()
             self.inner.step()
+            if self.host is not None:
+                self.host.finish()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -133,26 +167,27 @@ class ShardedOptimizer:
             yield
             return
         states = self.inner.state
-        kept = [local for _, local in self.locals if self.average and self.average.key in states.get(local, {})]
-        before = [(local, local.detach().clone()) for local in kept]
-        with torch.no_grad():
-            for local in kept:
-                assert self.average is not None
-                local.copy_(averaged_weight(local, states[local][self.average.key], self.average.factor))
+        kept = [pair for pair in self.locals if self.average and self.average.key in states.get(pair[1], {})]
+        before = [(entry.local, entry.local.clone()) for entry, _ in kept]
+        for (_, local), (weight, _) in zip(kept, before, strict=True):
+            assert self.average is not None
+            state = states[local][self.average.key].to(weight.device)
+            weight.copy_(averaged_weight(weight, state, self.average.factor))
         self._is_averaged = True
         try:
             yield
         finally:
             self._is_averaged = False
-            with torch.no_grad():
-                for local, value in before:
-                    local.copy_(value)
+            for weight, value in before:
+                weight.copy_(value)
 
     def zero_grad(self) -> None:
         """Drop gradients of parameters and locals.
 
         One without elements goes too: FSDP2 makes it as a view of its whole unit's gradients, which it would keep.
         """
+        if self.host is not None:
+            self.host.drop()
         for entry in self.entries:
             entry.parameter.grad = None
         for _, local in self.locals:
@@ -167,6 +202,12 @@ class ShardedOptimizer:
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state tensors on this rank."""
         return sum(value.numel() * value.element_size() for value in self._state_tensors())
+
+    def host_bytes(self) -> int:
+        """Return what of that is in host memory (`memory.offload_optimizer`)."""
+        copies = [local for entry, local in self.locals if self.host is not None and entry.name in self.host]
+        states = (value for local in copies for value in self.inner.state.get(local, {}).values())
+        return sum(value.numel() * value.element_size() for value in states if isinstance(value, Tensor))
 
     def state_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of optimizer state beside this rank's elements, counters left out; the smallest first."""

@@ -58,6 +58,9 @@ def state_table(assembled: AssembledJob) -> Table:
     name = assembled.plan.job.optimizer.name
     of_states = ", ".join(NAMES.get(dtype, str(dtype)) for dtype in optimizer.state_dtypes())
     table.add_row(f"optimizer ({name})", of_states or dtypes.optimizer, f"{optimizer.state_bytes():,}")
+    if optimizer.host is not None:
+        table.add_row("of it in host memory", assembled.plan.offloaded_optimizer, f"{optimizer.host_bytes():,}")
+        table.add_row("copies in host memory", dtypes.optimizer, f"{optimizer.host.bytes:,}")
     if model.reference is not None:
         table.add_row("reference (frozen)", dtypes.parameters, f"{_bytes(model.reference.tensor_map):,}")
     if model.ema is not None:
@@ -70,10 +73,13 @@ def state_bytes(assembled: AssembledJob) -> dict[str, int]:
     """Return what this rank holds between steps, measured, by the causes of the planner's prediction."""
     gradients = sum(gradient.numel() * gradient.element_size() for _, gradient in assembled.optimizer.gradients())
     reference, ema = assembled.model.reference, assembled.model.ema
+    optimizer, host = assembled.optimizer.state_bytes(), assembled.optimizer.host
+    if host is not None:  # a CPU holds what a GPU's host does
+        optimizer += host.bytes if assembled.model.device.type == "cpu" else -assembled.optimizer.host_bytes()
     return {
         "parameters": _bytes(assembled.model.tensor_map),
         "gradients": gradients,
-        "optimizer": assembled.optimizer.state_bytes(),
+        "optimizer": optimizer,
         "reference": 0 if reference is None else _bytes(reference.tensor_map),
         "ema": 0 if ema is None else ema.bytes,
     }

@@ -134,6 +134,7 @@ def train_step(
     seed = torch.full((), normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
     model.scale_router_losses(scaler.scale)
+    optimizer.begin(scaler.scale)
     totals = model.run(objective, batches, step, seed)
     sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, objective.measured())
     if step == 0:
@@ -281,6 +282,4 @@ def _check_count(counted: int, count: int) -> None:
 def _rescale(optimizer: ShardedOptimizer, norm: float, scale: float, clip_norm: float | None) -> None:
     """Take the loss scale out of the gradients and clip them, in one multiplication."""
     factor = (1.0 if clip_norm is None else min(clip_norm / (norm + 1e-6), 1.0)) / scale
-    gradients = [gradient for _, gradient in optimizer.gradients()]
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
+    optimizer.scale_gradients(factor)

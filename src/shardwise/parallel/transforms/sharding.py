@@ -112,7 +112,7 @@ def shard_model(
     if plan.gathers_float8:
         gather_in_float8(modules)
     _prefetch([group[0] for group in groups], plan.job.parallel.prefetch_depth)
-    if _overlaps(plan):
+    if overlaps(plan):
         overlap(modules)
     return modules
 
@@ -151,7 +151,7 @@ def _unsharded(model: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def _overlaps(plan: Plan) -> bool:
+def overlaps(plan: Plan) -> bool:
     """Return True where the network carries the bytes, so that a CPU is free to compute. On one host the CPU does.
 
     Backwards in a pipeline, and those that leave gradients for later, reduce outside of autograd.

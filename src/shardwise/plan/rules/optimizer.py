@@ -81,6 +81,11 @@ def _without_decay(d: Draft) -> list[str]:
     ]
 
 
+def optimizer_sections(d: Draft) -> list[OptimizerSection]:
+    """Return the sections of all optimizers of a job: its own, and those that groups or Muon bring."""
+    return [d.optimizer, *(section for _, section in _own_sections(d))]
+
+
 def _own_sections(d: Draft) -> list[tuple[str, OptimizerSection]]:
     """Return the optimizers beside the job's own: whose they are, and the section that would ask for them."""
     own, sections = d.optimizer, []

@@ -44,6 +44,8 @@ def configuration_of(
         checkpointed=1.0 / memory.checkpoint_every,
         offload_activations=memory.offload_activations,
         offload_parameters=memory.offload_parameters,
+        offload_optimizer=float(memory.offload_optimizer),
+        updates_in_backward=plan.updates_in_backward,
         flash=job.model.attention != "eager",
         compile=job.model.compile,
         dropout=dropout,

@@ -71,7 +71,7 @@ def stage_footprints(configuration: TrainingConfiguration, layer: BlockTime | No
 
 def host_bytes(configuration: TrainingConfiguration) -> float:
     """Bytes that offloading puts into the host's memory, of the rank that has most: parameters, gradients and Adam's
-    states in fp32; inputs of checkpointed blocks."""
+    states in fp32, of updates beside backward the states before too; inputs of checkpointed blocks."""
     model, size, largest = configuration.model, 0.0, 0.0
     data = configuration.degree(*state_axes())
     if configuration.offload_activations and configuration.checkpointing == "full":
@@ -80,7 +80,9 @@ def host_bytes(configuration: TrainingConfiguration) -> float:
         blocks = _blocks(configuration, rank)
         block = block_elements(configuration)
         elements = blocks * block.sharded(configuration) + model.embedding_parameters / configuration.tensor / data
+        updated = configuration.host_updates * configuration.trained * elements
         states = 16 * elements if configuration.host_optimizer else 0.0
+        states += (16 + 8 * configuration.updates_in_backward) * updated
         largest = max(largest, states + blocks * size * _in_flight(configuration, rank))
     return largest
 
@@ -165,10 +167,11 @@ def _states(configuration: TrainingConfiguration, elements: float, data: int) ->
 
 def _trained_states(configuration: TrainingConfiguration, elements: float, data: int) -> dict[str, float]:
     """Return the same without the copy."""
+    kept = 1 - configuration.host_updates
     if configuration.zero == 3:
         of_rank = elements / data
         updated = of_rank * configuration.trained
-        states = {"parameters": 4 * of_rank, "gradients": 4 * updated, "optimizer": 8 * updated}
+        states = {"parameters": 4 * of_rank, "gradients": 4 * updated, "optimizer": 8 * kept * updated}
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0
@@ -178,7 +181,7 @@ def _trained_states(configuration: TrainingConfiguration, elements: float, data:
     return {
         "parameters": size * elements,
         "gradients": gradients * elements * configuration.trained / (data if configuration.zero == 2 else 1),
-        "optimizer": (8 * configuration.trained + master) * elements / (data if configuration.zero else 1),
+        "optimizer": (8 * kept * configuration.trained + master) * elements / (data if configuration.zero else 1),
     }
 
 

@@ -113,9 +113,14 @@ def _host_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
         shard = 4.0 * block_elements(configuration).sharded(configuration)
         forward += shard
         backward += shard * (2 if configuration.reshard_after_forward else 1)
-    own = configuration.cluster.accelerator.host_link
-    bandwidth = own * 1e9 * HOST_LINK if own else HOST_BANDWIDTH
+    bandwidth = host_bandwidth(configuration)
     return forward / bandwidth, backward / bandwidth
+
+
+def host_bandwidth(configuration: TrainingConfiguration) -> float:
+    """Return the bytes a second between an accelerator and its host, one direction."""
+    own = configuration.cluster.accelerator.host_link
+    return own * 1e9 * HOST_LINK if own else HOST_BANDWIDTH
 
 
 def _parameter_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:

@@ -7,8 +7,9 @@ dtype, r of the reduction.
 
 Held all the time: parameters N/s·p (FSDP2 pads dim 0 of each tensor to a multiple of s), optimizer state, and with
 accumulation the gradients of earlier microbatches N/s·p. Of N and n only trained parameters have gradients and state.
-Averaged weights (EMA) take p for each of those. The frozen copy of a preference loss takes N/s·p more; its forward,
-which holds no activations, is no peak.
+What is updated in host memory has its state there, beside a copy of weights and gradient and, where that runs beside
+backward, the state before; on a CPU these copies count. Averaged weights (EMA) take p for each trained parameter. The
+frozen copy of a preference loss takes N/s·p more; its forward, which holds no activations, is no peak.
 One rank without a compute dtype of its own has no FSDP2: s = 1, and nothing below is gathered or communicated. With
 tensor parallelism all are of the first, fullest, rank.
 
@@ -41,6 +42,7 @@ from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.model.packed_weights import packed_bytes
 from shardwise.plan.draft import group_size, in_flight
+from shardwise.plan.optimizer_offload import offloaded_parameters
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
     Attention,
@@ -278,14 +280,26 @@ class _Step:
             reference=self.parameter_bytes * (self.plan.reference == "copy"),
             ema=self.trained * self.master * (self.job.training.ema_decay is not None),
         )
+        away, copies = self._host_updates
         if not self.on_cuda:
-            return state
-        state = replace(state, host=self._pool)
+            return replace(state, optimizer=state.optimizer + copies)
+        state = replace(state, host=self._pool + away + copies, optimizer=state.optimizer - away)
         if not self.job.memory.offload_parameters:
             return state
         moved = state.parameters + state.gradients + state.optimizer + state.reference + state.ema
         host = state.host + moved
         return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, reference=0.0, ema=0.0, host=host)
+
+    @cached_property
+    def _host_updates(self) -> tuple[float, float]:
+        """Bytes of optimizer state in host memory, and of the copies beside it (training/host_updates.py)."""
+        shapes = {name: shape for of_block in self._shapes.values() for name, shape in of_block.items()}
+        names = [name for name in self.facts.parameter_shapes if name in shapes]
+        chosen = offloaded_parameters(self.facts, names, float(self.job.memory.offload_optimizer))
+        parts = {name: self._part(name, shapes[name]) for name in chosen}
+        state = optimizer_state_bytes(self.plan, self.facts, parts)
+        weights = self.master * sum(map(math.prod, parts.values()))
+        return state, 2 * weights + state * self.plan.updates_in_backward
 
     @property
     def _waits(self) -> bool:

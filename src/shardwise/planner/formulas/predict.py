@@ -10,6 +10,7 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
   weights fill in (arXiv 2401.10241, section 2.2, forward and both halves of backward taken as equally long).
 - reference: the forward of a preference loss's reference, ahead of the step, with the bubble of forwards alone, and the
   loss's own first pass without gradients. Half of the blocks' traffic is forward's.
+- offload: copies between accelerator and host, and updates in the host's memory, as far as they are exposed.
 - launch: where the host is slower than the accelerator.
 - stalls: of a pipeline whose allocator is full or whose whole gradients are reduced between nodes (`_stalls`).
 """
@@ -26,10 +27,12 @@ from shardwise.planner.formulas.axis_traffic import StageWork, elements_of_rank,
 from shardwise.planner.formulas.communication import overlapped_seconds
 from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head_work, optimizer_seconds
 from shardwise.planner.formulas.footprint import host_bytes, stage_footprints
-from shardwise.planner.formulas.layer import BlockTime, block_time, message_waits
+from shardwise.planner.formulas.layer import BlockTime, block_time, host_bandwidth, message_waits
 from shardwise.planner.formulas.prediction import EIGHTY, Prediction, TrainingConfiguration
 
 GIVEN_BACK = 1.05  # reserved bytes against those in use: an allocator that is full gives back what it only kept
+HOST_UPDATE_BYTES = 28.0  # of an element: Adam reads weight, gradient and states, and writes all but the gradient
+KEPT_BYTES = 16.0  # of an element: its two states are read and written
 HOST_MEMORY = 25e9  # bytes a second of host memory for one accelerator: 12 channels of DDR4-2933, 70 %, shared by 8
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 FULL = 0.9  # of the memory, from which an allocator has to free before it can allocate
@@ -91,6 +94,7 @@ def _seconds(configuration: TrainingConfiguration, layer: BlockTime, totals: Seq
     for axis, exposed in step_traffic(configuration, work).items():
         seconds[axis] += exposed
     seconds["optimizer"] = _optimizer(configuration, blocks)
+    seconds["offload"] += _host_updates(configuration, work)
     if configuration.reference:
         seconds["reference"] = (m + p - 1) * _reference(configuration, layer, blocks) + m * _head_forward(configuration)
     full = max(totals, default=0.0) > FULL * configuration.cluster.accelerator.memory_bytes
@@ -167,8 +171,33 @@ def _stalls(configuration: TrainingConfiguration, full: bool) -> float:
 
 def _optimizer(configuration: TrainingConfiguration, blocks: int) -> float:
     """Return the seconds of the optimizer's update, once a step."""
+    local = _trained_elements(configuration, blocks)
+    if configuration.host_optimizer:
+        return OPTIMIZER_BYTES * local / HOST_MEMORY
+    return optimizer_seconds((1 - configuration.host_updates) * local, configuration)
+
+
+def _trained_elements(configuration: TrainingConfiguration, blocks: int) -> float:
+    """Return the elements that a rank updates."""
     elements = elements_of_rank(configuration, blocks)
     local = elements.sharded(configuration) if configuration.zero else sum(elements)
-    local *= configuration.trained
-    on_host = OPTIMIZER_BYTES * local / HOST_MEMORY
-    return on_host if configuration.host_optimizer else optimizer_seconds(local, configuration)
+    return local * configuration.trained
+
+
+def _host_updates(configuration: TrainingConfiguration, work: StageWork) -> float:
+    """Return the seconds that updates in the host's memory add to a step (training/host_updates.py).
+
+    Gradients and weights go there in fp32 beside the last backward, and weights come back. The update runs beside that
+    backward too, where it does not wait for the norm, and then writes the state before it.
+    """
+    elements = configuration.host_updates * _trained_elements(configuration, work.blocks)
+    if not elements:
+        return 0.0
+    link, exponent = host_bandwidth(configuration), configuration.stack.overlap
+    there, back = 8 * elements / link, 4 * elements / link
+    update = HOST_UPDATE_BYTES * elements / HOST_MEMORY
+    beside = there
+    if configuration.updates_in_backward:
+        beside, update = max(there, update + KEPT_BYTES * elements / HOST_MEMORY), 0.0
+    exposed = overlapped_seconds(work.last_backward, beside, exponent) - work.last_backward
+    return exposed + update + back

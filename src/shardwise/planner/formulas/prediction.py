@@ -363,6 +363,8 @@ class TrainingConfiguration:
         copies_on_nodes: a row crosses the network once for all of its experts on a node.
         trained: share of the parameters that have gradients and optimizer state.
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
+        offload_optimizer: share of the trained parameters whose optimizer state is in host memory.
+        updates_in_backward: these are updated while the last backward runs.
         whole_in_step: a pipeline's parameters stay gathered, and its gradients whole, from a step's first microbatch to
             its last.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
@@ -393,6 +395,8 @@ class TrainingConfiguration:
     checkpointed: float = 1.0
     offload_activations: bool = False
     offload_parameters: bool = False
+    offload_optimizer: float = 0.0
+    updates_in_backward: bool = False
     flash: bool = True
     compile: bool = False
     dropout: bool = False
@@ -425,6 +429,11 @@ class TrainingConfiguration:
     def host_optimizer(self) -> bool:
         """True where parameters and optimizer state are kept, and updated, in another memory than the accelerator's."""
         return self.offload_parameters and self.cluster.accelerator.name != "CPU"
+
+    @property
+    def host_updates(self) -> float:
+        """Share of the trained parameters that are updated in their host's memory (`memory.offload_optimizer`)."""
+        return self.offload_optimizer if self.cluster.accelerator.name != "CPU" else 0.0
 
     def degree(self, *axes: Axis) -> int:
         """Return the product of the degrees of `axes`."""

@@ -95,6 +95,8 @@ def memory_policy(candidate: Candidate) -> str:
     words += [f"1 of {memory.checkpoint_every} blocks"] if memory.checkpoint_every > 1 else []
     words += ["activations offloaded"] if memory.offload_activations else []
     words += ["parameters offloaded"] if memory.offload_parameters else []
+    share = float(memory.offload_optimizer)
+    words += [f"{'' if share == 1 else f'{share:.0%} of '}optimizer state offloaded"] if share else []
     words += ["blocks stay gathered"] if not parallel.reshard_after_forward else []
     return ", ".join(words)
 

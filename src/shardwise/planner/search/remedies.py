@@ -70,5 +70,7 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
         yield {TENSOR: degree, SHARDED: None, **sequences}
     if not job.parallel.reshard_after_forward:
         yield {"parallel.reshard_after_forward": True}
+    if plan.world.device_type != "cpu" and float(job.memory.offload_optimizer) < 1:
+        yield {"memory.offload_optimizer": True}
     if job.memory.loss_chunk_tokens > 256:
         yield {"memory.loss_chunk_tokens": 256}

@@ -347,7 +347,8 @@ def distinct(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
     kept: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         memory = candidate.job.memory
-        layout = (*candidate.plan.degrees.items(), memory.activation_checkpointing, memory.offload_parameters)
+        moved = (memory.offload_parameters, float(memory.offload_optimizer))
+        layout = (*candidate.plan.degrees.items(), memory.activation_checkpointing, *moved)
         kept.setdefault(layout, candidate)
         if len(kept) == most:
             break

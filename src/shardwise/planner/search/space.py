@@ -144,6 +144,7 @@ class SearchSpace:
         if changes[CHECKPOINTING] == "full":
             yield "memory.offload_activations", [False, True]
         yield "memory.offload_parameters", [False, True]
+        yield "memory.offload_optimizer", [False, 0.5, True]
 
 
 def _at_most_heads(space: SearchSpace) -> list[int]:

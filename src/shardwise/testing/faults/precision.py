@@ -71,7 +71,7 @@ PRECISION_FAULTS: dict[str, Fault] = {
     "half_compute": _policy(param_dtype=torch.float16),
     "coarse_module": _coarse_module,
     "coarse_loss": _loss_dtype,
-    "coarse_master_weights": _rounded_after_update(lambda optimizer: [local for _, local in optimizer.locals]),
+    "coarse_master_weights": _rounded_after_update(lambda optimizer: [entry.local for entry, _ in optimizer.locals]),
     "coarse_moments": _rounded_after_update(_moments),
     "missing_z_loss": _without_term(z_loss=0.0),
     "missing_smoothing": _without_term(smoothing=0.0),
