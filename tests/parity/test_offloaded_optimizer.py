@@ -73,7 +73,7 @@ def test_resumed_with_another_share_on_another_layout(
 ) -> None:
     def job(layout: str, share: float, steps: int, output: str, resume: str = "none") -> Job:
         sections = {"memory": {"offload_optimizer": share}, "checkpoint": {"every": 2, "resume": resume}}
-        family, _, parallel = LAYOUTS[layout]
+        parallel = LAYOUTS[layout][2]
         optimizer = {"clip_norm": clip, "schedule": "constant", "warmup_steps": 1}
         training = {"steps": steps, "sequences_per_step": 8}
         made = tensor_job(corpora, "llama", parallel=parallel, training=training, optimizer=optimizer, **sections)
