@@ -28,11 +28,15 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "clipped": {"optimizer": {"weight_decay": 0.1}, "memory": {"offload_optimizer": 0.6}},
-    "beside backward": {"optimizer": {"clip_norm": None}, "memory": {"offload_optimizer": True}},
+    "beside backward": {
+        "optimizer": {"clip_norm": None},
+        "memory": {"offload_optimizer": True},
+        "training": {"ema_decay": 0.75},
+    },
     "averages, accumulated": {
         "optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant", "clip_norm": None},
         "memory": {"offload_optimizer": True},
-        "training": {"gradient_accumulation": 2, "ema_decay": 0.75},
+        "training": {"gradient_accumulation": 2},
     },
 }
 
