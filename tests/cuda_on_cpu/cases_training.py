@@ -24,6 +24,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "foreach": {"optimizer": {"options": {"foreach": True}}},
     "fp16": {"precision": {"compute": "fp16"}, "optimizer": {"name": "SGD"}},
     "all on the host": {"memory": {**FULL, "offload_parameters": True, "offload_activations": True}},
+    "the optimizer on the host": {"memory": {"offload_optimizer": True}},
+    "half of it, beside backward": {
+        "memory": {"offload_optimizer": 0.5},
+        "optimizer": {"clip_norm": None},
+        "training": {"gradient_accumulation": 2},
+    },
+    "the same in fp16, skipped at first": {
+        "memory": {"offload_optimizer": True},
+        "optimizer": {"clip_norm": None, "name": "SGD", "options": {"momentum": 0.9}},
+        "precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**20}},
+    },
     "zero1": {"parallel": {"shard_optimizer_state": True}},
     "tensor": {"parallel": {"tensor_parallel_degree": 2}},
     "stages": {"parallel": {"pipeline_parallel_degree": 2}},

@@ -37,6 +37,7 @@ from shardwise.plan.draft import (
 from shardwise.plan.normalisation import NORMALISATIONS
 from shardwise.plan.orthogonalization import Orthogonalization, orthogonalization
 from shardwise.plan.rules import check
+from shardwise.plan.rules.optimizer import optimizer_sections
 from shardwise.plan.sequence_lengths import SequenceLengths
 from shardwise.plan.step_sizes import StepSizes, microbatches_of
 from shardwise.words import listed
@@ -96,6 +97,7 @@ class Plan:
     orthogonalized: dict[str, str] = field(default_factory=dict)  # parameter of Muon's -> the way of its matrices
     optimizers: str = ""  # which of several optimizers updates what; empty where there is one
     offloaded_optimizer: str = ""  # the share of the optimizer's state in host memory; empty where there is none
+    updates_in_backward: bool = False  # what is in host memory is updated while backward goes on
     reference: str = ""  # of a preference loss: "adapters_off" | "copy" | "precomputed"; empty: the objective has none
 
     @property
@@ -191,11 +193,6 @@ class Plan:
         """True where FSDP2 has work: several data ranks, a compute dtype of its own, or parameters on the host."""
         ranks = math.prod(self.degrees[axis] for axis in data_axes())
         return ranks > 1 or self.dtypes.compute != self.dtypes.parameters or self.job.memory.offload_parameters
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """True where optimizer state in host memory is updated while backward goes on."""
-        return bool(self.offloaded_optimizer) and not _norm_first(self.job)
 
     @property
     def leaves_experts(self) -> bool:
@@ -297,6 +294,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         orthogonalized={} if muon is None else muon.ways,
         optimizers=_optimizers(draft, muon, rules),
         offloaded_optimizer=_offloaded_optimizer(draft, rules),
+        updates_in_backward=bool(draft.memory.offload_optimizer) and not _updates_wait(draft),
         step_sizes=draft.step_sizes,
         **_batch(draft, rules),
         rules=rules | _switch_rules(draft),
@@ -478,18 +476,22 @@ def _offloaded_optimizer(draft: Draft, rules: dict[str, str]) -> str:
         return ""
     chosen = "all" if share == 1 else "whole tensors from the last block to the first"
     when = "beside backward; the state before is kept until the gradients are known to be finite"
-    if waits := _norm_first(draft.job):
-        when = f"after backward: {waits}; gradients are copied beside it"
+    if waits := _updates_wait(draft):
+        when = f"after backward: {waits}"
     rules["offloaded_optimizer"] = f"memory.offload_optimizer: {chosen}; updated {when}"
     return f"{share:.3g} of a rank's parameters"
 
 
-def _norm_first(job: Job) -> str:
-    """Return why an update in host memory waits for the end of backward; empty where it does not."""
-    names = [job.optimizer.name, *(group.optimizer or "" for group in job.optimizer.groups)]
-    if any(map(is_reference, names)):
+def _updates_wait(draft: Draft) -> str:
+    """Return why updates in host memory wait for the end of backward; empty where they do not."""
+    if draft.optimizer.clip_norm is not None:
+        return "optimizer.clip_norm needs the norm first"
+    if any(is_reference(section.name) for section in optimizer_sections(draft)):
         return "a class of your own is called once a step"
-    return "" if job.optimizer.clip_norm is None else "optimizer.clip_norm needs the norm first"
+    if draft.parallel.pipeline_parallel_degree > 1 and draft.parallel.pipeline in SPLIT_SCHEDULES:
+        return "gradients of weights come at its end"
+    cpus = draft.world.device_type == "cpu" and draft.world.hosts > 1
+    return "between CPUs gradients are under way until its end" if cpus else ""
 
 
 def _backend(draft: Draft, rules: dict[str, str]) -> str:

@@ -29,6 +29,7 @@ from shardwise.plan.optimizer_offload import offloaded_parameters
 
 Pair = tuple[ParameterEntry, nn.Parameter]
 State = dict[str, Any]
+FORGOTTEN = -1  # in the place of a tensor's version
 
 
 class CopyStream:
@@ -100,6 +101,24 @@ class HostParameter:
         assert gradient is not None
         self._seen = gradient, version_of(gradient)
         self._arrived = self._stream.copy([(self._gradient, gradient), (self.copy.detach(), self.entry.local)])
+
+    @property
+    def storage(self) -> int:
+        """The storage of the gradient: that of all gradients of a unit of FSDP2, which have one version together."""
+        gradient = self.entry.local_gradient
+        assert gradient is not None
+        return gradient.untyped_storage().data_ptr()
+
+    def seen_again(self) -> None:
+        """Note that the gradient is still what was copied, whatever its version; unless it was forgotten."""
+        assert self._seen is not None
+        if self._seen[1] != FORGOTTEN:
+            self._seen = self._seen[0], version_of(self._seen[0])
+
+    def forget(self) -> None:
+        """Note that the gradient is no longer what was copied."""
+        assert self._seen is not None
+        self._seen = self._seen[0], FORGOTTEN
 
     def scaled(self, factor: float) -> None:
         """Note that the gradient, which was copied, has been multiplied; so is the copy, unless the update had it."""
@@ -196,6 +215,7 @@ class HostUpdates:
         self._unit_of: dict[str, HostUnit] = {}
         self._states: MutableMapping[Any, State] = {}
         self._factor: float | None = None  # on the gradients of the step that is under way
+        self._alike: dict[int, list[HostParameter]] = {}  # what this step has copied, by the gradients' storage
         self._returns = False  # an update is settled at once
         self._thread = ThreadPoolExecutor(1, "shardwise-host-updates") if plan.updates_in_backward else None
         _watch_reductions(model, self._own, WeakMethod(self._reduced))
@@ -235,6 +255,7 @@ class HostUpdates:
     def begin(self, factor: float) -> None:
         """Begin a step; `factor` is on its gradients unless they are clipped."""
         self._factor = factor
+        self._alike.clear()
         for unit in self._units:
             unit.waits_for = sum(not own.is_late for own in unit.parameters)
 
@@ -274,12 +295,20 @@ class HostUpdates:
 
     def _reduced(self, name: str) -> None:
         """Copy a gradient that is complete, and update its unit if it was the last of it."""
-        own, unit = self._own[name], self._unit_of[name]
-        if self._factor is None or own.is_late or own.is_begun:  # what comes again has changed: `offer` sees it
+        if self._factor is None:
             return
-        own.fetch()
-        unit.waits_for -= 1
-        if unit.waits_for == 0 and self._thread is not None:
+        own, unit = self._own[name], self._unit_of[name]
+        alike = self._alike.setdefault(own.storage, [])
+        is_first = not own.is_begun and not own.is_late
+        if is_first:
+            own.fetch()
+            alike.append(own)
+            unit.waits_for -= 1
+        elif own.is_begun:  # it has come before, and is another by now
+            own.forget()
+        for other in alike:  # FSDP2 has added to this gradient alone
+            other.seen_again()
+        if is_first and unit.waits_for == 0 and self._thread is not None:
             unit.update = self._thread.submit(self._update, unit, self._factor)
 
     def _update(self, unit: HostUnit, factor: float) -> None:
