@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor import debug
 
 functional_collectives = _functional_collectives
+UNUSED_TAG = 2**30 - 1  # of messages that nobody sends
 # Public names, but torch 2.13 warns of the older ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -173,3 +175,14 @@ def let_barriers_be_monitored(backend: str) -> None:
         whole.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def close_gloo(timeout: timedelta) -> None:
+    """Close the connections of this process's Gloo groups: ranks that wait for it in one see their collective fail.
+
+    Gloo cannot be aborted. It closes a group's connections where a message is waited for in vain.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        if group.size() > 1 and "gloo" in str(distributed_c10d._world.pg_map[group][0]).lower():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), UNUSED_TAG).wait(timeout)

@@ -23,7 +23,7 @@ from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.heap import keep_freed_memory
 from shardwise.launch.hosts import detect_host
-from shardwise.launch.peer_failure import failures_shared
+from shardwise.launch.peer_failure import failures_shared, settle_failure
 from shardwise.launch.reach import reach
 
 ALONE = RankEnvironment(0, 1, 0, 1, loopback.ADDRESS, 1, "")
@@ -50,6 +50,7 @@ def process_group(device_type: str, backend: str, timeout_seconds: float = 600) 
     place = detect() or _alone()
     device = _device(device_type, place)
     if dist.is_initialized():
+        settle_failure()
         with failures_shared():
             yield device
         return

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import (
 
 from shardwise._torch_compat.pipelining import LazyStage, UnpairedDualPipeV
 from shardwise.collectives.names import CollectiveName
-from shardwise.errors import ModelError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
@@ -180,11 +180,18 @@ class Pipeline:
     def _make_schedule(self, count: int, weight_gradients: Sequence[WeightGradients | None]) -> Any:
         parts = enumerate(zip(self.boundaries, weight_gradients, strict=True))
         stages = [_PartStage(self, part, boundary, deferred) for part, (boundary, deferred) in parts]
-        single, multiple = SCHEDULES[self.plan.job.parallel.pipeline]
+        name = self.plan.job.parallel.pipeline
+        single, multiple = SCHEDULES[name]
         arguments: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
-        if single and len(stages) == 1:
-            return single(stages[0], count, **arguments)
-        return multiple(stages, count, **arguments)
+        try:
+            if single and len(stages) == 1:
+                return single(stages[0], count, **arguments)
+            return multiple(stages, count, **arguments)
+        except ValueError as error:  # a plan has been judged before; a loop of one's own brings what it brings
+            raise ConfigError(
+                f"parallel.pipeline={name} does not take steps of {count} microbatches ({str(error).rstrip('.')}); "
+                "bring as many to each step as there are stages, or a multiple, or use parallel.pipeline simple"
+            ) from error
 
 
 class _PartStage(LazyStage):

@@ -52,6 +52,7 @@ from shardwise.plan.plan import Plan, resolve
 from shardwise.training.answers import exact_matches
 from shardwise.training.best_metric import early_stop, is_judged, judged, metric_of
 from shardwise.training.checkpoints import RunCheckpoints, after_restart
+from shardwise.training.collective_calls import CollectiveCalls, collective
 from shardwise.training.forecast import is_out_of_memory, out_of_memory
 from shardwise.training.given_model import GivenModel, ModelSource, model_reference
 from shardwise.training.objectives.own_loss import LossFunction
@@ -132,6 +133,7 @@ class Session:
 
     def _begin(self) -> None:
         self._exit = ExitStack()
+        self.calls = CollectiveCalls()
         self._started = self._ended = False
         self._began = time.perf_counter()
         self._fetched: float | None = None  # when the batches of the next step were asked for
@@ -265,6 +267,7 @@ class Session:
             self.callbacks.call("on_start", self)
             self._agree_on_failure()
 
+    @collective
     def step(
         self,
         batch: Microbatch | Sequence[Microbatch],
@@ -312,6 +315,7 @@ class Session:
         begin_unit(WorkUnit.OUTSIDE, self.progress.step)
         mark_phase(WorkUnit.OUTSIDE)
 
+    @collective
     def evaluate(
         self,
         batches: Iterable[Sequence[Microbatch]] | None = None,
@@ -377,7 +381,8 @@ class Session:
 
     def _evaluated(self, objective: Objective, batches: Iterable[Sequence[Microbatch]]) -> EvaluationResult:
         steps = [as_batches(microbatches, self.assembled, self._samples) for microbatches in batches]
-        return evaluate(self.model, objective, steps)
+        with self.calls.final_if_it_fails():
+            return evaluate(self.model, objective, steps)
 
     def _judge(self, record: Record) -> None:
         """Compare the evaluation's metric with those before, and end the run where it has waited long enough."""
@@ -387,6 +392,7 @@ class Session:
             self.progress = judged(self.progress, metric, settings)
             self.early_stop = early_stop(self.progress, settings)
 
+    @collective
     def save(self, wait: bool = False) -> str:
         """Save the state and return the checkpoint's path; it is written beside training unless it is waited for.
 
@@ -401,6 +407,7 @@ class Session:
         self._end_unit()
         return path
 
+    @collective
     def restore(self) -> int:
         """Go on from the checkpoint that `checkpoint.resume` names, and return the number of steps done.
 
@@ -415,6 +422,7 @@ class Session:
             self._data_state.load_state_dict({SAMPLES: self.progress.samples, **of_sources, **self.progress.position})
         return self.progress.step
 
+    @collective
     def end(self, stopped: str | None = None) -> TrainingResult:
         """End the run: saves come to their end, then the callbacks' `on_end` is called.
 
@@ -467,7 +475,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._started:
+        if error is None and self.calls.failure is not None:  # the caller has seen it
+            self.calls.leave_others()
+            error = self.calls.failure
+        elif error is None and self._started:
             try:
                 self.end()
             except BaseException as failure:
@@ -497,7 +508,7 @@ class Session:
         assembled = self.assembled
         failed = self.callbacks.failure is not None or self.checkpoints.failed
         try:
-            with objective_for(assembled, loss_function) as objective:
+            with objective_for(assembled, loss_function) as objective, self.calls.final_if_it_fails():
                 return train_step(
                     assembled.model, objective, batches, assembled.optimizer, assembled.scaler, self.progress.step,
                     stop=self._requested is not None, failed=failed,
