@@ -105,7 +105,7 @@ def test_nothing_is_trained_on_half_a_step() -> None:
         good, bad = microbatches(session, 0, ""), microbatches(session, 0, "a forward")
         with pytest.raises(UserCodeError):
             session.step([*good, *bad])
-        with pytest.raises(WorkerError, match="failed before: UserCodeError: .*no number.*open another session"):
+        with pytest.raises(WorkerError, match=r"failed before: UserCodeError: .*no number.*open another session"):
             session.step(good)
         with pytest.raises(WorkerError):
             session.evaluate([good])
