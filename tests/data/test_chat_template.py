@@ -89,6 +89,8 @@ def test_refused_roles_and_missing_templates(directory: Path, tmp_path: Path) ->
         DataError, match=r"f, line 1: the chat template refuses the roles system, user.*begin with a user"
     ):
         renderer(directory, strict).rendered(conversation(1))
+    with pytest.raises(DataError, match=r"the chat template of data.chat_template is no Jinja, line 1: .*; mend it"):
+        renderer(directory, "{% for m in messages %}").rendered(conversation(0))
     with pytest.raises(DataError, match=r"has no chat template; set data.chat_template"):
         renderer(directory, None).rendered(conversation(0))
     with pytest.raises(DataError, match="is no file"):

@@ -173,6 +173,21 @@ def test_a_pair_is_cut_to_what_a_sequence_holds_of_both(tmp_path: Path) -> None:
         assert tuple(len(train.row(int(first) + side)[0]) for side in (0, 1)) == expected[int(first)]
 
 
+def test_a_pair_that_is_equal_up_to_the_cut_is_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2", "chosen": "a" * 30 + n, "rejected": "a" * 30 + "b"} for n in "cde"]
+    rows += [{"prompt": "2+2", "chosen": "4", "rejected": f"{n}"} for n in (5, 6)]
+    data, train, validation = rows_of(tmp_path, rows, sequence_length=32, truncation=True)
+    assert data.row_counts == (5, 3, 0, 0) and sorted([*train.rows, *validation.rows]) == [6, 8]
+    assert "3 of 5 rows have no token that is trained on, or none that tells chosen from rejected" in data.notes()[0]
+
+
+def test_a_pair_of_equal_tokens_is_refused(tmp_path: Path) -> None:
+    prompt, answer = [{"role": "user", "content": "2+2"}], {"role": "assistant", "content": "4"}
+    rows = [{"prompt": prompt, "chosen": [answer], "rejected": [{"from": "gpt", "value": "4"}]}]
+    with pytest.raises(DataError, match=r"line 1: chosen and rejected have the same tokens, .*; remove the row"):
+        rows_of(tmp_path, rows, train_on="completion")
+
+
 def test_completions_have_the_log_probabilities_that_are_known_of_them(tmp_path: Path) -> None:
     _, train, validation = pairs_of(tmp_path, [(2, 3), (3, 2), (4, 1), (2, 2)])
     assert train.batch([0], [0], 0).reference is None

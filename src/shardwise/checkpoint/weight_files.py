@@ -61,6 +61,8 @@ class SafetensorsFile:
         self._file = file
         try:
             self._handle: Any = safe_open(str(file), framework="pt", device="cpu")
+        except FileNotFoundError as error:
+            raise ModelError(f"{file} is missing; copy or download it again") from error
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"{file} is truncated or not a safetensors file ({error}); copy or download it again"

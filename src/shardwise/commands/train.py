@@ -24,6 +24,7 @@ from shardwise.launch.hosts import HostEnvironment, detect_host
 from shardwise.launch.job_group import Say, job_group, usable_backend
 from shardwise.launch.local import refuse_unguarded_script, run_local
 from shardwise.launch.watch.watcher import WatchSettings
+from shardwise.model.adapter_config import with_adapter
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.callback import Callback
 from shardwise.observe.trackers import require_extras
@@ -61,7 +62,7 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
         ShardwiseError: whatever a user can mend; before training starts nothing has been overwritten.
     """
     refuse_unguarded_script("shardwise.train")
-    place, host, job = detect(), detect_host(), with_format(after_restart(require_job(job, "train")))
+    place, host, job = detect(), detect_host(), with_adapter(with_format(after_restart(require_job(job, "train"))))
     check_user_code(job, callbacks)
     is_reporting_rank = is_first_process()
     say = say if is_reporting_rank else _silent

@@ -37,6 +37,7 @@ from shardwise.job.sources import require_job
 from shardwise.job.warmup_stages import WarmupStage
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import refuse_unguarded_script
+from shardwise.model.adapter_config import with_adapter
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import Draft
@@ -112,7 +113,7 @@ def verify(job: Job, blocks: int | None = None, against: Job | None = None, step
         ShardwiseError: the job cannot run, or one process cannot hold the model.
     """
     refuse_unguarded_script("shardwise.verify")
-    job = with_format(require_job(job, "verify"))
+    job = with_adapter(with_format(require_job(job, "verify")))
     _require_count("steps", steps)
     if blocks is not None:
         _require_count("blocks", blocks)

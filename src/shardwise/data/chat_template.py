@@ -160,8 +160,16 @@ class ChatTemplate:
             "return_assistant_tokens_mask": blocks,
             "add_generation_prompt": prompt,
         }
+        from jinja2 import TemplateSyntaxError
+
         try:
             rendered, spans = render(**self.tokenizer.special_tokens_map, **settings)
+        except TemplateSyntaxError as error:
+            owner = "data.chat_template" if self.template else f"the tokenizer in {self._source.directory}"
+            raise DataError(
+                f"the chat template of {owner} is no Jinja, line {error.lineno}: {error}; mend it, or set "
+                "data.chat_template to another"
+            ) from error
         except Exception as error:  # Jinja's own errors, and those that a template raises
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(

@@ -16,7 +16,7 @@ of its own without labels. Unpacked rows have padding behind them, which no toke
 Pairs of preferences are two rows of the cache, chosen and rejected, each with the prompt. They stay or go together, are
 drawn by the hash of the first, and stand in one sequence, one behind the other, as documents 2k and 2k + 1 of it. What
 is said above of a row's length is said of both together, and a pair needs a label that counts in each. Where a pair of
-n + m > S tokens is cut, each is cut to max(S // 2, S - the other's) tokens.
+n + m > S tokens is cut, each is cut to max(S // 2, S - the other's) tokens. One whose two are then equal is left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RowCounts(NamedTuple):
     """The rows of a corpus, by what becomes of them."""
 
     rows: int
-    without_target: int  # left out; of rows that are cut, those whose targets lie behind the cut
+    without_target: int  # left out; of rows that are cut, those whose targets, or what tells a pair apart, lie behind
     too_long: int  # left out
     truncated: int  # cut, and kept
 
@@ -213,6 +213,8 @@ def split_rows(
     is_long = lengths > settings.sequence_length
     targets = (first != NO_TARGET) & (first < _cut_lengths(whole, settings))
     has_target = targets.reshape(-1, together).all(1)
+    if together == 2 and settings.truncation:
+        has_target &= ~_cut_alike(corpus, _cut_lengths(whole, settings), has_target & is_long)
     kept = has_target & (settings.truncation | ~is_long)
     counts = RowCounts(
         rows=len(lengths),
@@ -277,6 +279,19 @@ def _cut_lengths(lengths: np.ndarray, settings: RowSettings) -> np.ndarray:
     pairs = lengths.reshape(-1, 2)
     room = np.maximum(settings.sequence_length // 2, settings.sequence_length - pairs[:, ::-1])
     return np.minimum(pairs, room).ravel()
+
+
+def _cut_alike(corpus: RowCorpus, kept: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """Return which of the `asked` pairs [P] have two equal completions where rows are cut to `kept` [2 P] tokens."""
+
+    def tokens(row: int) -> np.ndarray:
+        start = int(corpus.starts[row])
+        return corpus.tokens.read(start, start + int(kept[row]))
+
+    alike = np.zeros(len(asked), dtype=bool)
+    for pair in np.flatnonzero(asked).tolist():
+        alike[pair] = np.array_equal(tokens(2 * pair), tokens(2 * pair + 1))
+    return alike
 
 
 def _too_few(counts: RowCounts, settings: RowSettings, longest: int) -> str:

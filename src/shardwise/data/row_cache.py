@@ -40,7 +40,7 @@ FILES: dict[str, type[np.integer[Any]]] = {
     "hashes.arrow": np.uint64,
     "first_targets.arrow": np.int64,
 }
-PAIRS = "pairs"  # in the key of a cache that holds both completions of preferences
+PAIRS = "unequal pairs"  # in the key of a cache that holds both completions of preferences
 
 
 def prepare_rows(

@@ -160,8 +160,9 @@ class TokenData:
         counts, length = self.row_counts, self.train.sequence_length
         of_all = f"of {counts.rows:,} rows"
         longer = f"longer than data.sequence_length={length}"
+        apart = ", or none that tells chosen from rejected," if self.train.settings.together == 2 else ""
         sentences = [
-            (counts.without_target, f"{of_all} have no token that is trained on and are left out"),
+            (counts.without_target, f"{of_all} have no token that is trained on{apart} and are left out"),
             (counts.too_long, f"{of_all} are {longer} and are left out; data.truncation would cut them"),
             (counts.truncated, f"{of_all} are {longer} and are cut"),
         ]

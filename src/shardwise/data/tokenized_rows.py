@@ -31,6 +31,7 @@ from shardwise.data.readers import Row
 from shardwise.data.split import document_hash
 from shardwise.data.tokenized_text import least_characters
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
+from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from shardwise.data.tokenize_progress import TokenizeProgress
@@ -84,7 +85,10 @@ class RowEncoder:
 
     def __call__(self, rows: list[Row]) -> list[np.ndarray]:
         """Return the arrays of `RowArrays`."""
-        return list(_joined(list(self.renderer.tokenized(self._completions(rows)))))
+        tokenized = list(self.renderer.tokenized(self._completions(rows)))
+        if self.in_pairs:
+            _refuse_equal(tokenized)
+        return list(_joined(tokenized))
 
     def _completions(self, rows: list[Row]) -> Iterator[Conversation | TextPair]:
         """Yield what is rendered and tokenized of each row; of a pair both completions."""
@@ -109,6 +113,19 @@ def tokenized_rows(corpus: Corpus, encoder: RowEncoder, parts: Path, progress: T
 
 def _size(row: Row) -> int:
     return ROW_CHARACTERS + sum(map(len, texts_of(row[1])))
+
+
+def _refuse_equal(rows: list[TokenizedRow]) -> None:
+    """Refuse a pair whose completions are written otherwise, and have the same tokens.
+
+    Raises:
+        DataError: with its place.
+    """
+    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
+        if np.array_equal(chosen.ids, rejected.ids):
+            raise DataError(
+                f"{chosen.where}: chosen and rejected have the same tokens, which prefers nothing; remove the row"
+            )
 
 
 def _joined(rows: list[TokenizedRow]) -> RowArrays:

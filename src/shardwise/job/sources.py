@@ -81,7 +81,7 @@ def overlay(job: Job, path: str | os.PathLike[str]) -> LoadedJob:
     """`job` with the keys of another YAML file on top, e.g. another layout of the same job."""
     data, options = _split(_data_of(path))
     notes = _apply_smp(data, options, {})
-    merged = _merged(job.model_dump(), data)
+    merged = _merged(job.model_dump(exclude_unset=True), data)
     return LoadedJob(validate(merged), tuple(notes))
 
 

@@ -49,17 +49,24 @@ def adapter_settings(section: AdapterSection) -> AdapterSection:
     if section.path is None:
         return section
     stored = read_adapter_config(section.path)
-    untouched = AdapterSection()
+    given = section.model_fields_set
     for key, value in stored.items():
         own = getattr(section, key)
-        if own not in (getattr(untouched, key), value) and key != "dropout":
+        if key in given and own != value and key != "dropout":
             raise ConfigError(
                 f"adapter.{key}={own!r}: the adapter in adapter.path={section.path!r} has {value!r}; leave "
                 f"adapter.{key} out, or leave adapter.path out and train a new one"
             )
-    if section.dropout != untouched.dropout:
+    if "dropout" in given:
         stored["dropout"] = section.dropout
     return AdapterSection.model_validate({**stored, "path": section.path, "base": section.base})
+
+
+def with_adapter(job: Job) -> Job:
+    """Return the job with the keys of the adapter from which it starts, so that its records say what runs."""
+    if job.adapter.path is None:
+        return job
+    return job.model_copy(update={"adapter": adapter_settings(job.adapter)})
 
 
 def read_adapter_config(path: str | Path) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class RowSource:
 
     def _stays(self, sample: Sample) -> bool:
         cut = self._cut(sample)
-        return all(any(trained[1:]) for _, trained in cut) and _size(cut) <= self.length
+        is_alike = len(cut) == 2 and cut[0][0] == cut[1][0]
+        return all(any(trained[1:]) for _, trained in cut) and _size(cut) <= self.length and not is_alike
 
     def rows(self, counters: Sequence[int]) -> Rows:
         """Return the samples of these counters."""

@@ -41,6 +41,7 @@ from shardwise.launch.expected_world import expected_world
 from shardwise.launch.job_group import job_group, usable_backend
 from shardwise.launch.peer_failure import error_of_rank
 from shardwise.launch.process_group import ALONE
+from shardwise.model.adapter_config import with_adapter
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.callback import Callback, CallbackList, check_callbacks, load_callbacks
 from shardwise.observe.memory import reset_peak
@@ -598,7 +599,7 @@ def _job_of(
         if first.dim() > 1 and "sequence_length" not in job.data.model_fields_set:
             sizes["data.sequence_length"] = first.shape[1]
         job = load_job(job, sizes)
-    return with_format(after_restart(job))
+    return with_adapter(with_format(after_restart(job)))
 
 
 def _named(suffix: str, result: EvaluationResult) -> Record:
