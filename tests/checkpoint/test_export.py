@@ -61,6 +61,7 @@ def test_transformers_opens_it(world_pool: WorldPool, corpora: Path, tmp_path: P
     assert (path / "generation_config.json").exists() == (family != "bert")
 
 
+@pytest.mark.slow
 def test_experts_that_tensor_ranks_shared_are_opened(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = into(tensor_job(corpora, "mixtral", tied=False, parallel={"tensor_parallel_degree": 2}), tmp_path)
     weights = world_pool.run(4, save_steps, job, [1])[0]

@@ -37,6 +37,7 @@ def _write(path: Path, model: PreTrainedModel, **options: Any) -> Path:
         return writer.finish()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "bert", "roberta", "llama", "bloom", "opt", "gpt_neo"])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 9_000])
 def test_transformers_opens_what_was_written(tmp_path: Path, model_type: str, max_shard_bytes: int) -> None:

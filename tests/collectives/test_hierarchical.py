@@ -157,6 +157,7 @@ def flat_with_lines(cases: list[tuple[str, str, str]]) -> tuple[list[str], list[
     return kinds, [str(line.message) for line in caught if "stay flat" in str(line.message)]
 
 
+@pytest.mark.slow
 def test_uneven_hosts_stay_flat_and_say_so_once(world_pool: WorldPool) -> None:
     cases = [
         ("aaab", "direct", "gloo"),
@@ -281,6 +282,7 @@ def replicas(hosts: str) -> None:
         agrees(sharded(mesh))
 
 
+@pytest.mark.slow
 def test_hsdps_replicas_are_reduced_in_two_levels(world_pool: WorldPool) -> None:
     world_pool.run(8, replicas, "aaaabbbb")
 

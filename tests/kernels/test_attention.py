@@ -78,6 +78,7 @@ def pairs() -> Iterator[tuple[str, str]]:
                 yield kernel.name, name
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kernel, name", list(pairs()))
 def test_forward_and_gradients_are_those_of_eager(kernel: str, name: str, dtype: torch.dtype) -> None:

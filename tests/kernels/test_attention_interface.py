@@ -110,7 +110,7 @@ def matrix() -> Iterator[Any]:
                     yield pytest.param(family, kernel, dtype, marks=() if short else pytest.mark.slow)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("family, kernel, dtype", list(matrix()))
 def test_forward_and_gradients(family: str, kernel: str, dtype: torch.dtype) -> None:
     theirs, ours = models(family, dtype, kernel)

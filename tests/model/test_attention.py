@@ -35,7 +35,7 @@ def facts_of(family: str, **config: object) -> ModelFacts:
     return discover(build_model(wanted), wanted)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", SPLITS)
 def test_attention_through_the_interface(family: str) -> None:
     assert facts_of(family).supports(Axis.CONTEXT) == SUPPORTED
@@ -57,7 +57,7 @@ def test_biases_that_count_positions() -> None:
 WITH_KERNELS = {name: family.attention for name, family in known_families().items() if family.attention is not None}
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", [name for name in WITH_KERNELS if name in CONFIGS])
 def test_the_record_of_a_family_says_what_it_asks_for(family: str) -> None:
     asked = {"falcon": {"alibi": True}}.get(family, {})

@@ -47,7 +47,7 @@ def _user_facts(name: str, example: dict[str, torch.Tensor] | None = None, **arg
     return discover(build_model(job), job, example)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", toys.CONFIGS)
 def test_facts_of_every_family(model_type: str) -> None:
     job = toys.job(model_type)

@@ -93,6 +93,7 @@ def test_published_plans_are_followed(family: str) -> None:
         assert plans.PUBLISHED[published[rule]].kind == split.kind
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma", "gpt_neox"])
 def test_stages_and_units_are_those_of_published_plans(family: str) -> None:
     """In the order of `base_model_pp_plan`; what `_fsdp_plan` keeps gathered is ours that stays with the root."""

@@ -86,7 +86,7 @@ def train_on(job: Job, saved_after: int = 0) -> tuple[int, dict[str, Tensor]]:
         return first, {name: value.detach().clone() for name, value in values.items()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["first_rank", "synchronised"])
 def test_a_resumed_run_has_the_statistics_of_an_undisturbed_one(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, rule: str

@@ -105,6 +105,7 @@ def test_names_and_weights_are_those_of_the_model(world_pool: WorldPool, corpora
     assert ["model.decoder.embed_positions.weight" in names for names in held] == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_the_embedding_is_tied_over_three_stages(corpora: Path) -> None:
     job = bart_job(corpora, **TALL, parallel={**FOUR, **at(0, 1, 2, 2, 3, encoder=3)})
     facts = study(job)

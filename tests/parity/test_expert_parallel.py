@@ -61,6 +61,7 @@ def test_agrees_with_one_process(
     check_agrees(world_pool, ranks, experts_job(corpora, family, **{**FP64, **sections, "config": config}))
 
 
+@pytest.mark.slow
 def test_initial_weights_are_bit_equal(world_pool: WorldPool, corpora: Path) -> None:
     alone = world_pool.run(1, initial, experts_job(corpora, "mixtral"))[0]
     for ranks, parallel in ((2, EXPERT), (4, {**EXPERT, **TENSOR})):

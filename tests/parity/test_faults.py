@@ -87,6 +87,7 @@ def test_verify_names_faults_of_an_adam_in_fp32(world_pool: WorldPool, corpora: 
     assert report.fault == fault, f"named {report.fault!r}: {report.diagnosis}; first {report.first}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["RMSprop", *(pytest.param(name, marks=pytest.mark.slow) for name in DIVIDING)])
 def test_rounding_of_which_an_optimizer_makes_a_step_is_no_fault(
     world_pool: WorldPool, corpora: Path, name: str

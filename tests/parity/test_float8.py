@@ -123,7 +123,7 @@ def test_weights_that_were_gathered_in_float8_are_multiplied_as_if_they_had_been
     assert all(each.agrees for each in found), max(found, key=lambda each: each.error)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family, scaling, parallel", [("llama", "tensorwise", {}), ("gpt2", "rowwise", TENSOR)])
 def test_verify_holds_float8_to_its_rounding(
     world_pool: WorldPool, corpora: Path, family: str, scaling: str, parallel: dict[str, Any]

@@ -28,6 +28,7 @@ PAGE = Path("docs/explanations/planner.md")
 SMP = TABLES / "sagemaker_smp_p4d.csv"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", ["known", "ranked", "fabric", "example"])
 def test_the_page_says_what_the_code_gives(part: str) -> None:
     assert accuracy.part(PAGE.read_text(), part) == accuracy.PARTS[part](TABLES)

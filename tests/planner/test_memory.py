@@ -265,6 +265,7 @@ PIPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, parallel, policy", [PIPES[0], *(pytest.param(*pipe, marks=pytest.mark.slow) for pipe in PIPES[1:])]
 )

@@ -184,6 +184,7 @@ def test_the_surest_layout_can_be_asked_for(tmp_path: Path, capsys: pytest.Captu
     assert code == 0 and json.loads(out)["explained"]["fits_surely"]
 
 
+@pytest.mark.slow
 def test_experts_are_shared_where_a_search_finds_that_faster(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ def test_degrees_are_thinned_evenly_and_keep_the_ends() -> None:
     assert thinned([7]) == [7] and thinned([]) == []
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     crowded = question(memory={"offload_parameters": False})
     crowded = crowded._replace(

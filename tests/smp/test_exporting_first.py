@@ -82,7 +82,7 @@ def _check(pool: WorldPool, tmp_path: Path, ranks: int, family: str, config: dic
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, family, config, how", CASES)
 def test_a_checkpoint_of_a_script_is_exported(
     world_pool: WorldPool, tmp_path: Path, ranks: int, family: str, config: dict[str, Any], how: str

@@ -73,7 +73,7 @@ def _shared_file(config: dict[str, Any]) -> list[float]:
         smp.state.reset()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"fp16": True}, {"bf16": True}])
 def test_ranks_that_shard_the_state_alone_go_on_from_one_file(world_pool: WorldPool, more: dict[str, Any]) -> None:
     for errors in world_pool.run(2, _shared_file, {"shard_optimizer_state": True} | more):

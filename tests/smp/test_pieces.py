@@ -134,7 +134,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, ranks, config", CASES)
 def test_stages_cut_from_the_forward_give_the_same_numbers(
     world_pool: WorldPool, kind: str, ranks: int, config: dict[str, Any]

@@ -155,6 +155,7 @@ def test_code_that_asks_for_values_is_refused_with_its_line(model_type: str) -> 
         traced(expert_settings(model_type), 4)
 
 
+@pytest.mark.slow
 def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(settings(16)))
