@@ -30,10 +30,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": {"clip_norm": None},
         "training": {"gradient_accumulation": 2},
     },
-    "the same in fp16, skipped at first": {
+    "the same in fp16": {
         "memory": {"offload_optimizer": True},
         "optimizer": {"clip_norm": None, "name": "SGD", "options": {"momentum": 0.9}},
-        "precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**20}},
+        "precision": {"compute": "fp16"},
     },
     "zero1": {"parallel": {"shard_optimizer_state": True}},
     "tensor": {"parallel": {"tensor_parallel_degree": 2}},
@@ -84,6 +84,22 @@ def test_one_rank(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, optimizer: dict[str, Any], precision: dict[str, Any]
 ) -> None:
     check(world_pool, corpora, tmp_path, 1, 2 if precision else 0, optimizer=optimizer, precision=precision)
+
+
+@pytest.mark.parametrize("precision", [{}, {"compute": "fp16", "loss_scale": {"init_scale": 2.0**20}}])
+@pytest.mark.parametrize("optimizer", [{}, {"clip_norm": None}])
+def test_an_optimizer_on_the_host_is_one_on_the_device(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, optimizer: dict[str, Any], precision: dict[str, Any]
+) -> None:
+    found = []
+    for share in (False, 0.5, True):
+        sections: dict[str, Any] = {"memory": {"offload_optimizer": share}, "optimizer": optimizer}
+        ours = jobs(corpora, tmp_path / str(share), "cuda", 2, 4, precision=precision, **sections)
+        records = world_pool.run(2, joined, trained, ours)[0]
+        found.append([record[key] for record in records if "loss" in record for key in ("loss", "grad_norm")])
+    on_device, *on_host = found
+    precise = 0 if "PLAYED_CUDA" in os.environ else 1e-3  # the played device's kernels are the CPU's
+    assert len(on_device) == 8 and all(one == pytest.approx(on_device, rel=precise, abs=0) for one in on_host)
 
 
 @pytest.mark.parametrize("memory", [{}, {**FULL, "offload_parameters": True, "offload_activations": True}])

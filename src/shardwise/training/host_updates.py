@@ -262,6 +262,7 @@ class HostUpdates:
     def copied(self, factor: float) -> list[HostParameter]:
         """Return what need not be copied again once the gradients are multiplied by `factor`."""
         self._join()
+        self._stream.join()  # copies that are under way read the gradients as they are
         copied = [own for own in self._own.values() if own.is_copied]
         return [own for own in copied if not own.is_updated or factor == self._factor]
 
