@@ -90,6 +90,10 @@ def test_layers_that_share_weights_are_counted_as_often_as_they_run() -> None:
     assert len(facts.blocks) == 1 and facts.layers == 5 and not facts.blocks_share_arguments
 
 
+def test_the_width_is_that_of_what_blocks_hand_on() -> None:
+    assert _user_facts("without_norms").hidden_size == 16
+
+
 def test_a_users_tokens_model() -> None:
     facts = _user_facts("tokens")
     assert [block.name for block in facts.blocks] == ["blocks.0", "blocks.1"]

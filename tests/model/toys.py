@@ -101,6 +101,13 @@ def tokens() -> nn.Module:
     return Tokens()
 
 
+def without_norms() -> nn.Module:
+    """The same, with blocks whose two biases have different lengths."""
+    model = Tokens()
+    model.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 13), nn.Linear(13, 16)) for _ in range(2)))
+    return model
+
+
 def twice_registered() -> nn.Module:
     """One parameter object, registered twice from a local variable."""
     module = nn.Module()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.data.batch import IGNORED, Batch
 from shardwise.data.loader import Stream
@@ -19,7 +19,7 @@ from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.session import Session
 from tests.checkpoint.test_resume import a_job, cut, data_hashes, losses, resumed, train
-from tests.parity.jobs import facts_of, tensor_job, verify_one
+from tests.parity.jobs import LENGTH, VOCABULARY, facts_of, tensor_job, verify_one
 
 # Steps of 8 samples of 16 tokens: one of sequences of 4 tokens, one of 8, and whole samples.
 SCHEDULE = [{"sequence_length": 4, "until_samples": 7}, {"sequence_length": 8, "until_tokens": 200}]
@@ -75,6 +75,45 @@ def test_a_session_without_data_has_no_schedule() -> None:
     training = {"sequence_length_schedule": [{"sequence_length": 1, "until_samples": 4}]}
     with pytest.raises(ConfigError, match="this session has none; leave it out"):
         Session(model=nn.Linear(2, 2), example={"input": torch.ones(2, 2)}, training=training)
+
+
+class OwnModel(nn.Module):
+    """A language model whose blocks look at the mean of what came before."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 13), nn.Tanh(), Looking(13, width)) for _ in "ab")
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: Tensor = self.head(hidden)
+        return output
+
+
+class Looking(nn.Linear):
+    """A product of the mean of a position and those before it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        count = torch.arange(1, input.shape[1] + 1, dtype=input.dtype, device=input.device)
+        return super().forward(input.cumsum(1) / count[:, None])
+
+
+def own_loss(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    assert batch.labels is not None
+    loss = nn.functional.cross_entropy(output.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    return loss, batch.count()
+
+
+@pytest.mark.slow
+def test_a_module_of_ones_own(world_pool: WorldPool, corpora: Path) -> None:
+    keys = growing(corpora, "gpt2", {"pipeline_parallel_degree": 2}).model_dump(exclude_unset=True)
+    model = {"factory": f"{__name__}:OwnModel", "loss": f"{__name__}:own_loss"}
+    report = world_pool.run(2, verify_one, Job.model_validate({**keys, "model": model}), 3)[0]
+    assert report is not None and report.agrees, report and report.render()
 
 
 @pytest.mark.slow

@@ -512,7 +512,7 @@ def _sizes(model: nn.Module, config: Any, blocks: list[str], forward: ForwardPro
     """Return the size fields of ModelFacts: what the config says, else what the shapes tell, else 0."""
     block = model.get_submodule(blocks[0]) if blocks else None
     embedding = max(_embeddings(model), key=lambda module: module.weight.numel(), default=None)
-    hidden = _number(config, HIDDEN) or _width(block, embedding)
+    hidden = _number(config, HIDDEN) or _observed_width(forward) or _width(block, embedding)
     heads = _number(config, HEADS) or 0
     return {
         "hidden_size": hidden,
@@ -550,6 +550,12 @@ def _key_value_heads(config: Any, heads: int) -> int:
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     return _number(config, KEY_VALUE_HEADS) or heads
+
+
+def _observed_width(forward: ForwardProbe) -> int:
+    """Return the width of the hidden states [B, S, H] that all blocks have returned; 0 where they are others."""
+    shapes = [] if forward.order is None else [*forward.order.hidden]
+    return shapes[0][-1] if len(shapes) == 1 and len(shapes[0]) == 3 else 0
 
 
 def _width(block: nn.Module | None, embedding: nn.Embedding | None) -> int:
