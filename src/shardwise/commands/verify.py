@@ -215,7 +215,7 @@ def _verify_precision(
             report.add(compare_start_values(distributions(weights), oracle.plain))
         if job.model.path is None and job.model.weights is None:
             report.add(compare_start_buffers(buffers, oracle.plain_buffers, oracle.rebuilt_buffers))
-        return OracleReference(run.plan, oracle, report, _norms_see_parts(run))
+        return OracleReference(run.plan, oracle, report, _norms_see_parts(run), run.facts.keeps_statistics)
 
     _compare(session, steps, reference, report)
     report.notes += [note for oracle in oracles for note in oracle.routers.notes()]
@@ -322,9 +322,10 @@ def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
     source = _source(job, run.data)
     # Dropout that is a function of its place runs on both sides, and the model's own has places in eager alone.
     eager = run.facts.has_attention_dropout and plan.exact_dropout
+    is_coupled = run.facts.rows_together or run.facts.keeps_statistics
     return Oracle(
         job, weights, source, plan.sequences_per_step, plan.steps, plan.total_sequences, run.facts.counting, eager,
-        **oracle_dtypes(plan),
+        **oracle_dtypes(plan), rows_together=plan.microbatch if is_coupled else None,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.parameter_patterns import with_frozen
 from shardwise.model.position_rule import PositionRule, find_position_rule
 from shardwise.model.probe import (
+    ROWS,
     ForwardProbe,
     arguments_to_cast,
     probe_forward,
@@ -122,6 +123,7 @@ def _discover(
         **_interface(model),
         classifies=job.model.task in CLASSIFICATION,
         **_forward_facts(forward),
+        drops_by_microbatch=_drops_by_microbatch(model, forward, example),
         adapters={},
         **_experts(model, config),
         ties=ties,
@@ -191,6 +193,14 @@ def _dtypes(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) ->
         "cast_arguments": () if example is None else arguments_to_cast(model, example),
         "unfit_dtypes": unfit_dtypes(model, job.data.sequence_length),
     }
+
+
+def _drops_by_microbatch(model: nn.Module, forward: ForwardProbe, example: Mapping[str, Tensor] | None) -> bool:
+    """Return whether something is dropped of hidden states whose rows are not in the first dim, as in XLNet's."""
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    rows = next(map(len, example.values())) if example else ROWS
+    shapes = [] if forward.order is None else [shape for shape in forward.order.hidden if len(shape) > 2]
+    return (drops or forward.has_functional_dropout) and any(shape[0] % rows for shape in shapes)
 
 
 def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:

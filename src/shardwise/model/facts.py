@@ -233,6 +233,7 @@ class ModelFacts:
     effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
     couples_rows: bool = False  # rows of a microbatch change each other's numbers in a user's module or its loss
+    drops_by_microbatch: bool = False  # dropout depends on the rows together: hidden states have them in another dim
     keeps_statistics: bool = False  # a user's module takes statistics of rows together, and keeps them in buffers
     draws_numbers: bool = False  # a user's forward draws random numbers other than those of dropout
     coupling_untried: str = ""  # why that was not found out, as a clause about the module
@@ -360,6 +361,11 @@ class ModelFacts:
             holders = {self._block_holding(name) for name in group}
             of_root |= holders if len(holders) > 1 else set()
         return tuple(block.name for block in self.blocks if block.name not in of_root)
+
+    @property
+    def rows_together(self) -> bool:
+        """True where a row's numbers depend on the rows that are with it in a microbatch."""
+        return self.couples_rows or self.drops_by_microbatch
 
     @property
     def counting(self) -> tuple[str, ...]:

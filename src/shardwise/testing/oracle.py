@@ -115,6 +115,7 @@ class Oracle:
         blocks: names of the modules, repeated blocks above all, by which functional dropout is keyed.
         eager: the model runs its eager attention; else what the job names, if the model has it, or its default.
         master, compute: dtypes of the weights that the optimizer updates and of forward and backward.
+        rows_together: samples of each forward, in their order, where rows change each other's numbers.
     """
 
     job: Job
@@ -127,6 +128,7 @@ class Oracle:
     eager: bool = False
     master: torch.dtype = torch.float64
     compute: torch.dtype = torch.float64
+    rows_together: int | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict, init=False)
     _router_logits: Sequence[Tensor] = field(default=(), init=False)  # of the forward that ran last, layer by layer
     narrows_logits: bool = field(default=False, init=False)  # the model makes them in fp32 whatever its own dtype is
@@ -243,6 +245,16 @@ class Oracle:
         """Return some samples of a step as the sequences that it trains on."""
         return shortened(self.source.rows(list(counters)), self.sequences_per_sample(step))
 
+    def _fed(self, step: int, counters: Sequence[int]) -> Rows:
+        """Return the rows of one forward; where they change each other's numbers, ones that do not count fill it up."""
+        missing, whole = (self.rows_together or 0) - len(counters), self.rows_of(step)
+        padding = [whole[number % len(whole)] for number in range(missing)]
+        rows = self.read(step, [*counters, *padding])
+        if not padding or rows.labels is None or rows.labels.is_floating_point():
+            return self.read(step, counters)
+        rows.labels[len(self.numbers(step, counters)) :] = NOT_COUNTED
+        return rows
+
     def numbers(self, step: int, counters: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers of the sequences into which some samples of a step are cut."""
         number = self.sequences_per_sample(step)
@@ -271,16 +283,16 @@ class Oracle:
         size = 1  # of sums in 16 bits: what more sequences add up to is summed in the master's dtype, by `_collect`
         if self.compute.itemsize > 2:
             size = max(1, FORWARD_TOKENS // self.job.data.sequence_length)
-        if reverse:
+        if reverse and not self.rows_together:
             chosen, size = chosen[::-1], max(1, -(-min(size, len(chosen)) // 2))
-        size = self.routers.samples_at_once(size)
+        size = self.rows_together or self.routers.samples_at_once(size)
         self._zero()
         loss = 0.0
         for group in twist.balanced_apart or (tuple(chosen),):
             self._count_routers(group if twist.balanced_apart else everything, step, size)
             for start in range(0, len(group), size):
                 samples = group[start : start + size]
-                part = self._loss(_twisted(self.read(step, samples), twist), step, twist) / max(total, 1)
+                part = self._loss(_twisted(self._fed(step, samples), twist), step, twist) / max(total, 1)
                 losses = part
                 if self.routers.has_loss:
                     sequences, of_step = cuts * len(samples), cuts * len(everything)

@@ -104,7 +104,7 @@ class OracleDropout(TorchFunctionMode):
             return values * 0
         key, counters, shape = self._use(values, name)
         kept = np.stack([oracle_keep_mask(key, counter, shape, probability) for counter in counters])
-        return torch.where(torch.from_numpy(kept).view(values.shape), values / (1 - probability), 0.0)
+        return torch.where(torch.from_numpy(kept).view(values.shape), values * (1 / (1 - probability)), 0.0)
 
     def _jitter(self, values: Tensor, low: float = 0, high: float = 1) -> Tensor:
         key, counters, shape = self._use(values, f"{self.running[-1]}/uniform")

@@ -65,11 +65,11 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
 def _check_rows(batch: Batch, assembled: AssembledJob, number: int) -> None:
     planned = assembled.plan.microbatch * batch.sequences_per_sample
     is_shared = number * assembled.layout.data_ranks > 1
-    if is_shared and assembled.facts.couples_rows and len(batch.rows) != planned:
+    if is_shared and assembled.facts.rows_together and len(batch.rows) != planned:
         raise ConfigError(
             f"a microbatch has {len(batch.rows)} rows and training.microbatch_size={planned}: rows of "
-            f"{assembled.facts.definition} change each other's numbers, and a layout may not say which are together; "
-            f"bring {planned} on every layout, or set training.microbatch_size"
+            f"{assembled.facts.definition or assembled.facts.family} change each other's numbers, and a layout may not "
+            f"say which are together; bring {planned} on every layout, or set training.microbatch_size"
         )
     if assembled.plan.stages and len(batch.rows) != planned:
         raise ConfigError(

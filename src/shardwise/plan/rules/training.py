@@ -64,10 +64,12 @@ def _is_never_over(d: Draft) -> bool:
 
 def _may_couple_rows(d: Draft) -> bool:
     """Return whether rows change each other's numbers; True where a forward decides by values and was not tried."""
-    return d.facts.couples_rows or bool(d.facts.coupling_untried and d.facts.probe_failure)
+    return d.facts.rows_together or bool(d.facts.coupling_untried and d.facts.probe_failure)
 
 
 def _coupling(d: Draft) -> str:
+    if d.facts.drops_by_microbatch:
+        return "has hidden states whose rows are not in the first dim, so that dropout depends on the rows together"
     if d.facts.couples_rows:
         return "or its loss gives other numbers for rows together than for each of them"
     return f"decides by values, maybe for rows together, which could not be tried ({d.facts.coupling_untried})"
@@ -143,8 +145,8 @@ RULES: tuple[Rule, ...] = (
          lambda d: _may_couple_rows(d) and d.training.microbatch_size is None
          and d.data_ranks * d.accumulation.value > 1,
          fix="set training.microbatch_size",
-         because=lambda d: f"{d.facts.definition} {_coupling(d)}, and of the {d.sequences.value} rows of a step those "
-         "would be together that a rank happens to have",
+         because=lambda d: f"{d.facts.definition or d.facts.family} {_coupling(d)}, and of the {d.sequences.value} "
+         "rows of a step those would be together that a rank happens to have",
          use=lambda d: f"set training.microbatch_size, such as {d.microbatch.value}: it is then the same on every "
          "layout"),
 )

@@ -77,4 +77,5 @@ MORE: list[tuple[str, dict[str, Any], World, ModelFacts]] = [
     ("accumulation", {"training": {"gradient_accumulation": 3}}, CPU4, FACTS),  # 4 a rank in 3: 2 + 2 + nothing
     ("idle-ranks", {}, World(32, "cpu", 32), FACTS),
     ("batch-size-microbatch", growing((4, 32), gradient_accumulation=2), CPU4, FACTS),
+    ("coupled-rows", {}, CPU4, replace(FACTS, drops_by_microbatch=True)),
 ]
