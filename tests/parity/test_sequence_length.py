@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "context 2": ("llama", 2, {"context_parallel_degree": 2}, {}),
     "context 2, gathered": ("gpt2", 2, {"context_parallel_degree": 2, "context_parallel_method": "all_gather"}, {}),
     "context 2, ring": ("llama", 2, {"context_parallel_degree": 2, "context_parallel_method": "ring"}, {}),
-    "pipeline 2": ("gpt2", 2, {"pipeline_parallel_degree": 2}, {}),
+    "pipeline 2": ("gpt2", 2, {"pipeline_parallel_degree": 2}, {"training": {"sequences_per_step": 4}}),
     "zero bubble": ("gpt2", 2, {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"}, {}),
     "pipeline 2, context 2": ("llama", 4, {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}, {}),
     "tensor 2, pipeline 2": ("llama", 4, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, {}),
