@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.corpus import data_format
 from shardwise.data.prepare import prepare
@@ -58,6 +59,8 @@ class GivenModel:
         """
         where = f"model={model_reference(source)}"
         if isinstance(source, nn.Module):
+            if any(isinstance(module, FSDPModule) for module in source.modules()):
+                raise ModelError(f"{where} is sharded already, by another session; make the module anew for each")
             weights = detach_weights(source)
             return cls(prepare_for_training(source), weights, dict(source.named_buffers()), example)
         try:

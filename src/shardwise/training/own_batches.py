@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from shardwise.data.batch import IGNORED, Batch
 from shardwise.errors import ConfigError
 from shardwise.parallel.objective import Objective
+from shardwise.training.loss_trial import LossTrials
 from shardwise.training.objectives.own_loss import LossFunction, OwnLoss, head_in_forward
 from shardwise.training.objectives.own_module import OwnModule
 from shardwise.training.setup import AssembledJob
@@ -79,8 +81,14 @@ def _check_rows(batch: Batch, assembled: AssembledJob, number: int) -> None:
 
 
 @contextmanager
-def objective_for(assembled: AssembledJob, loss_function: LossFunction | None) -> Iterator[Objective]:
-    """Yield the objective of a step: the job's own, or one with the caller's loss, which sees logits whole."""
+def objective_for(
+    assembled: AssembledJob, loss_function: LossFunction | None, trials: LossTrials | None = None
+) -> Iterator[Objective]:
+    """Yield the objective of a step: the job's own, or one with the caller's loss, which sees logits whole.
+
+    Args:
+        trials: try the caller's loss, where the layout may say which rows are together.
+    """
     if loss_function is None:
         yield assembled.objective
         return
@@ -90,4 +98,5 @@ def objective_for(assembled: AssembledJob, loss_function: LossFunction | None) -
         # Labels are the loss's, not the forward's.
         objective = OwnModule(loss_function, assembled.model.compute_dtype, objective.cast_arguments)
     with head_in_forward(assembled.model):
-        yield OwnLoss(objective, loss_function, what)
+        check = None if trials is None else partial(trials.check, assembled.plan, loss_function, what)
+        yield OwnLoss(objective, loss_function, what, check)

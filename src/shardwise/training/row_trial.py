@@ -47,14 +47,14 @@ def with_row_coupling(
         example: keyword arguments of one forward, where a loop brings the data.
     """
     try:
-        batch = _first_rows(data) if data is not None else _rows_like(example) if example else _tokens(job, facts)
+        batch = _first_rows(data) if data is not None else rows_like(example) if example else _tokens(job, facts)
     except DataError:  # rows of several shapes, which no microbatch can hold
         return facts
     function: LossFunction | None = None if job.model.loss is None else load_object(job.model.loss, "model.loss")
     is_proxy = function is None and (facts.returns_logits or facts.classifies)
     rows = TrialRows(
         len(batch.rows),
-        call_arguments(job, _taken(batch, [0])),
+        call_arguments(job, taken(batch, [0])),
         partial(_summed, job, batch, function, is_proxy),
     )
     with own_collectives_refused(files=defining_files(module.modules())):  # other ranks need not be in a trial
@@ -79,10 +79,10 @@ def _first_rows(data: TokenData) -> Batch:
     """Return the first rows of a data set that have labels to be counted, of twice as many."""
     numbers = list(range(min(2 * ROWS, len(data.train))))
     batch = data.train.batch(numbers, numbers, 0)
-    return _taken(batch, [row for row in numbers if int(_taken(batch, [row]).count())][:ROWS])
+    return taken(batch, [row for row in numbers if int(taken(batch, [row]).count())][:ROWS])
 
 
-def _rows_like(example: Mapping[str, Tensor]) -> Batch:
+def rows_like(example: Mapping[str, Tensor]) -> Batch:
     """Return random rows of the shapes of an example's; whole numbers are drawn from its own."""
     generator = torch.Generator().manual_seed(0)
 
@@ -106,7 +106,7 @@ def _tokens(job: Job, facts: ModelFacts) -> Batch:
     return Batch(inputs={"input_ids": tokens}, labels=labels, rows=torch.arange(ROWS))
 
 
-def _taken(batch: Batch, rows: Sequence[int]) -> Batch:
+def taken(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return some rows of a batch."""
     numbers = torch.tensor(rows, dtype=torch.int64)
     labels = None if batch.labels is None else batch.labels[numbers]
@@ -118,26 +118,26 @@ def _summed(
     job: Job, batch: Batch, function: LossFunction | None, is_proxy: bool, call: Call, rows: Sequence[int]
 ) -> Tensor:
     """Return the summed loss of some rows of a batch."""
-    taken = _widened(_taken(batch, rows))
-    output = call(**call_arguments(job, taken))
+    own = widened(taken(batch, rows))
+    output = call(**call_arguments(job, own))
     if function is not None:
-        return call_loss(function, output, taken, "model.loss")[0]
+        return call_loss(function, output, own, "model.loss")[0]
     if not is_proxy:
         try:
-            return own_loss(output) * taken.count()
+            return own_loss(output) * own.count()
         except ModelError:  # a loop has a loss of its own
             pass
     return _squared_distances(output, rows)
 
 
-def _widened(batch: Batch) -> Batch:
+def widened(batch: Batch) -> Batch:
     """Return a batch whose floats are of the dtype of the trial, which is torch's default inside of it."""
 
-    def widened(value: Tensor) -> Tensor:
+    def wide(value: Tensor) -> Tensor:
         return value.to(torch.get_default_dtype()) if value.is_floating_point() else value.clone()
 
-    inputs = {name: widened(value) for name, value in batch.inputs.items()}
-    return replace(batch, inputs=inputs, labels=None if batch.labels is None else widened(batch.labels))
+    inputs = {name: wide(value) for name, value in batch.inputs.items()}
+    return replace(batch, inputs=inputs, labels=None if batch.labels is None else wide(batch.labels))
 
 
 def _squared_distances(output: Any, rows: Sequence[int]) -> Tensor:

@@ -56,6 +56,7 @@ from shardwise.training.checkpoints import RunCheckpoints, after_restart
 from shardwise.training.collective_calls import CollectiveCalls, collective
 from shardwise.training.forecast import is_out_of_memory, out_of_memory
 from shardwise.training.given_model import GivenModel, ModelSource, model_reference
+from shardwise.training.loss_trial import LossTrials
 from shardwise.training.objectives.own_loss import LossFunction
 from shardwise.training.optimizer import ShardedOptimizer, learning_rate
 from shardwise.training.own_batches import Microbatch, as_batches, objective_for, rows_of_all_ranks
@@ -135,6 +136,7 @@ class Session:
     def _begin(self) -> None:
         self._exit = ExitStack()
         self.calls = CollectiveCalls()
+        self._loss_trials = LossTrials(self.note)
         self._started = self._ended = False
         self._began = time.perf_counter()
         self._fetched: float | None = None  # when the batches of the next step were asked for
@@ -334,7 +336,8 @@ class Session:
         splits = assembled.data.sets if is_own else {}
         if batches is None:
             batches = assembled.evaluation(assembled.data.validation)
-        with self.averaged(), objective_for(assembled, loss_function) as objective:
+        trials = self._loss_trials if self.layout.data_ranks > 1 else None
+        with self.averaged(), objective_for(assembled, loss_function, trials) as objective:
             validation = self._evaluated(objective, batches)
             sets = {name: self._evaluated(objective, assembled.evaluation(split)) for name, split in splits.items()}
             sets |= self._of_ema(objective) if is_own else {}
@@ -508,8 +511,9 @@ class Session:
     def _train(self, batches: list[Batch], loss_function: LossFunction | None) -> StepResult:
         assembled = self.assembled
         failed = self.callbacks.failure is not None or self.checkpoints.failed
+        trials = self._loss_trials if len(batches) * self.layout.data_ranks > 1 else None
         try:
-            with objective_for(assembled, loss_function) as objective, self.calls.final_if_it_fails():
+            with objective_for(assembled, loss_function, trials) as objective, self.calls.final_if_it_fails():
                 return train_step(
                     assembled.model, objective, batches, assembled.optimizer, assembled.scaler, self.progress.step,
                     stop=self._requested is not None, failed=failed,

@@ -25,13 +25,16 @@ class OwnLoss(Objective):
         objective: what gives the model its inputs.
         function: (model output, batch) -> (summed loss, count).
         what: the function's place in messages.
+        check: refuses what the function makes of microbatch and output; unset: nothing does.
     """
 
     needs_whole_batches = False
 
-    def __init__(self, objective: Objective, function: LossFunction, what: str) -> None:
+    def __init__(
+        self, objective: Objective, function: LossFunction, what: str, check: Callable[[Batch, Any], None] | None = None
+    ) -> None:
         check_arguments(function, ARGUMENTS, what)
-        self._objective, self._function, self._what = objective, function, what
+        self._objective, self._function, self._what, self._check = objective, function, what, check
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward."""
@@ -39,6 +42,8 @@ class OwnLoss(Objective):
 
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
         """Return the caller's (sum, count)."""
+        if self._check is not None:
+            self._check(microbatch, output)
         return call_loss(self._function, output, microbatch, self._what)
 
 
