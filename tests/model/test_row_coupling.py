@@ -285,9 +285,11 @@ def test_a_decision_that_cannot_be_tried_needs_a_microbatch(corpora: Path, monke
 
 def test_what_depends_on_the_layout_is_said(corpora: Path) -> None:
     notes = []
-    for module in ("Statistics", "Noisy", "Dropping"):
+    for module in ("Statistics", "Dropping"):
         job = job_of(corpora, module, loss=squared_error.__name__)
         notes.append([note for note in resolve(job, CPU2, study(job)).notes if module in note])
-    assert [len(each) for each in notes] == [1, 1, 0]
+    assert [len(each) for each in notes] == [1, 0]
     assert "takes statistics of the rows of a microbatch, which has 4" in notes[0][0]
-    assert "draws random numbers, which depend on the layout" in notes[1][0]
+    job = job_of(corpora, "Noisy", loss=squared_error.__name__)
+    with pytest.raises(LegalityError, match=r"draws random numbers for the rows of a microbatch together"):
+        resolve(job, CPU2, study(job))

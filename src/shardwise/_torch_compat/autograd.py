@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor
 
 from shardwise._torch_compat.tracing import attributes_of_fakes, is_fake
@@ -65,3 +69,28 @@ def at_end_of_backward(callback: Callable[[], object]) -> None:
 def number_of_backward() -> int:
     """The number of the backward that is running; no two have the same."""
     return torch._C._current_graph_task_id()
+
+
+@contextmanager
+def checkpointed_functions(wrap: Callable[[Callable[..., Any], int], Callable[..., Any]]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint` recompute by what `wrap` makes of a function that it is given inside.
+
+    `wrap` gets the function, and how often it runs before it is recomputed: with reentry once, otherwise never.
+
+    No public name: the function itself may be imported by name, and these are what it calls (torch 2.11 to 2.13).
+    """
+    reentrant, generator = checkpoints.CheckpointFunction, checkpoints._checkpoint_without_reentrant_generator
+
+    class Wrapped:
+        @staticmethod
+        def apply(function: Callable[..., Any], *args: Any) -> Any:
+            return reentrant.apply(wrap(function, 1), *args)
+
+    def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(wrap(function, 0), *args, **kwargs)
+
+    with (
+        mock.patch.object(checkpoints, "CheckpointFunction", Wrapped),
+        mock.patch.object(checkpoints, "_checkpoint_without_reentrant_generator", wrapped),
+    ):
+        yield

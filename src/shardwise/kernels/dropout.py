@@ -3,6 +3,9 @@
 A step publishes its seed, its number and the global sample counters of the microbatch's rows in a `DropoutScope`;
 modules and patched functional calls derive their keep mask from it with an integer hash, so no generator state exists
 that could differ between ranks or between a forward and its recomputation.
+
+What a user's module draws by itself comes from generators. These are seeded anew for each microbatch and each module,
+so that a microbatch of the same rows draws the same numbers on every layout.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from shardwise._torch_compat.autograd import checkpointed_functions
+from shardwise.model.construct import drawing_from
 
 _MASK32 = 0xFFFFFFFF
 # Multipliers of the 32-bit finalizer "lowbias32" (Chris Wellons, "Prospecting for Hash Functions", 2018).
@@ -73,6 +80,7 @@ class DropoutScope:
     `positions` (first, end) is set while hidden states hold only these of the rows that are here.
     `documents` [B, S] numbers each position's document where attention must not cross them; masks of attention read it.
     `counted` [B] is False for rows that repeat others; routers of experts read it.
+    `first_row` is the first of `rows`, where generators are seeded for what modules draw by themselves.
     """
 
     seed: int
@@ -87,6 +95,7 @@ class DropoutScope:
     positions: tuple[int, int] | None = None
     documents: Tensor | None = None
     counted: Tensor | None = None
+    first_row: int | None = None
 
     def snapshot(self) -> DropoutScope:
         """Return a copy to recompute under: same masks again, whatever ran in between."""
@@ -97,6 +106,10 @@ class DropoutScope:
         self.calls[name] += 1
         text = f"{self.seed}/{self.step}/{name}/{self.calls[name]}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def seeded(self, name: str) -> AbstractContextManager[None]:
+        """Return the context in which generators draw what belongs to the next run of the module `name`."""
+        return nullcontext() if self.first_row is None else drawing_from(self.key(f"{name}/draws/{self.first_row}"))
 
 
 # Process-wide rather than a context variable: autograd recomputes checkpoints on threads of its own.
@@ -110,14 +123,31 @@ def active_scope() -> DropoutScope | None:
 
 @contextmanager
 def dropout_scope(scope: DropoutScope | None) -> Iterator[None]:
-    """Run with `scope` active; scopes nest."""
+    """Run with `scope` active; scopes nest. What checkpoints of the user's recompute is run with it again."""
     global _active
     outer, _active = _active, scope
     try:
-        with FunctionalDropout() if scope and scope.functional else nullcontext():
+        with (
+            FunctionalDropout() if scope and scope.functional else nullcontext(),
+            checkpointed_functions(_found_again) if scope else nullcontext(),
+        ):
             yield
     finally:
         _active = outer
+
+
+def _found_again(function: Callable[..., Any], before: int) -> Callable[..., Any]:
+    """Return a function that finds the scope of now in all runs but those `before`, after the scope's end too."""
+    found = _active.snapshot() if _active else None
+    runs = count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if next(runs) < before or found is None:
+            return function(*args, **kwargs)
+        with dropout_scope(found.snapshot()):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def keep_mask(key: int, rows: Tensor, elements: int | Tensor, keep: float) -> Tensor:
@@ -298,7 +328,7 @@ def replace_dropout(model: nn.Module) -> None:
 
 
 def name_functional_dropout(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
-    """Tell the scope which block runs, so that functional calls are counted by block and not by order of execution."""
+    """Tell the scope which block runs: functional calls and draws are its own, in whichever order blocks run."""
     for block, name in zip(blocks, names, strict=True):
         block.forward = _named(block.forward, name)  # type: ignore[method-assign]
 
@@ -309,7 +339,8 @@ def _named(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         outer, _active.block = _active.block, name
         try:
-            return forward(*args, **kwargs)
+            with _active.seeded(name):
+                return forward(*args, **kwargs)
         finally:
             _active.block = outer
 

@@ -365,13 +365,18 @@ class ModelFacts:
     @property
     def rows_together(self) -> bool:
         """True where a row's numbers depend on the rows that are with it in a microbatch."""
-        return self.couples_rows or self.drops_by_microbatch
+        return self.couples_rows or self.drops_by_microbatch or self.draws_numbers
 
     @property
     def counting(self) -> tuple[str, ...]:
         """Modules by which functional dropout is counted: the blocks, and the stack of an encoder, for stages of the
         decoder do not run it and what follows it has to count alike."""
         return *(block.name for block in self.blocks), *((self.stages.encoder,) if self.stages.encoder else ())
+
+    @property
+    def may_draw(self) -> bool:
+        """Tell whether a user's forward draws random numbers by itself, as far as that is known."""
+        return self.draws_numbers or bool(self.coupling_untried)
 
     @property
     def chunkable_head(self) -> bool:

@@ -26,6 +26,7 @@ from shardwise._torch_compat.tracing import TorchDispatchMode, tree_leaves
 from shardwise.model.construct import drawing_from
 from shardwise.model.forward_failures import failure_reason
 from shardwise.model.probe import copy_to_probe, operations_of
+from shardwise.model.process_numbers import process_numbers_kept
 from shardwise.model.user_state import user_state_kept
 
 ROWS = 8  # of the data; that all decide alike by chance is one in 2^7
@@ -64,7 +65,7 @@ class RowCoupling:
         is_coupled: whether rows change each other's numbers.
         untried: why that was not found out, as a clause about the module; empty where it was.
         keeps_statistics: whether modules in training take statistics of rows together, and keep them in buffers.
-        draws_numbers: whether the forward draws random numbers other than those of dropout.
+        draws_numbers: whether the forward draws random numbers other than those of dropout, of torch, Python or NumPy.
     """
 
     is_coupled: bool = False
@@ -132,7 +133,8 @@ def _tried(
         is_coupled, reads_values = False, True
     if reads_values and values is not None and not is_coupled:
         is_coupled = _Trial(module, rows, SCALES[0], values()).are_coupled(further)
-    return RowCoupling(is_coupled, "", trial.keeps_statistics, trial.draws.have_drawn)
+    draws = trial.draws.have_drawn or trial.draws_in_process
+    return RowCoupling(is_coupled, "", trial.keeps_statistics, draws)
 
 
 def _affordable(module: nn.Module, rows: TrialRows, fewest: int) -> tuple[TrialSize | None, str]:
@@ -160,7 +162,7 @@ class _Trial:
     ) -> None:
         self.module, self.rows = copy_to_probe(module).train(), rows
         self.draws = ConstantDraws()
-        self.keeps_statistics = False
+        self.keeps_statistics = self.draws_in_process = False
         given = weights or {}
         self.parameters = {
             name: _cast(given[name]) if name in given else _drawn(parameter, name, number, scale)
@@ -220,8 +222,15 @@ class _Trial:
         self.state = {**trained, **{name: value.clone() for name, value in self.buffers.items()}}
         call = partial(_call, self.module, self.state)
         watching = self.draws if self.draws.are_needed else nullcontext()
-        with drawing_from(0), user_state_kept(self.module), _NoDropout(), watching:
+        with (
+            drawing_from(0),
+            process_numbers_kept() as were_drawn,
+            user_state_kept(self.module),
+            _NoDropout(),
+            watching,
+        ):
             loss = self.rows.summed(call, rows)
+            self.draws_in_process = self.draws_in_process or were_drawn()
             if with_gradients and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
         gradients = [_dense(value.grad, value) for value in trained.values()] if with_gradients else []

@@ -586,8 +586,9 @@ class ParallelModel:
             self.reshard()
             self.ema.swap()
 
-    def scope(self, microbatch: Microbatch, step: int, sequences: SequenceShard | None = None) -> Any:
-        """Return the context that is the dropout scope of a microbatch."""
+    @contextmanager
+    def scope(self, microbatch: Microbatch, step: int, sequences: SequenceShard | None = None) -> Iterator[None]:
+        """Be inside the dropout scope of a microbatch, where generators draw what belongs to it."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
         part = self.layout.index(Axis.TENSOR)
@@ -601,5 +602,7 @@ class ParallelModel:
             sequences=sequences,
             documents=documents,
             counted=getattr(microbatch, "counted", None),
+            first_row=int(microbatch.rows[0]) if self.facts.may_draw and len(microbatch.rows) else None,
         )
-        return dropout_scope(scope)
+        with dropout_scope(scope), scope.seeded(""):
+            yield

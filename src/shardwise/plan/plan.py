@@ -589,17 +589,12 @@ def _row_notes(draft: Draft) -> Iterator[str]:
     if facts.coupling_untried and is_spread:
         yield (
             f"Whether rows of a microbatch change each other's numbers was not tried: {facts.coupling_untried}. If "
-            "they do (means over rows, losses between rows), set training.microbatch_size."
+            "they do (means over rows, losses between rows, random draws), set training.microbatch_size."
         )
     if facts.keeps_statistics and is_spread:
         yield (
             f"{facts.definition} takes statistics of the rows of a microbatch, which has {draft.microbatch.value} on "
             "this layout; training.microbatch_size makes it the same on every layout."
-        )
-    if facts.draws_numbers and draft.data_ranks > 1:
-        yield (
-            f"The forward of {facts.definition} draws random numbers, which depend on the layout, unlike the masks of "
-            "nn.Dropout; a data set that draws them makes them equal on every layout."
         )
 
 

@@ -72,6 +72,8 @@ def _coupling(d: Draft) -> str:
         return "has hidden states whose rows are not in the first dim, so that dropout depends on the rows together"
     if d.facts.couples_rows:
         return "or its loss gives other numbers for rows together than for each of them"
+    if d.facts.draws_numbers:
+        return "or its loss draws random numbers for the rows of a microbatch together"
     return f"decides by values, maybe for rows together, which could not be tried ({d.facts.coupling_untried})"
 
 
