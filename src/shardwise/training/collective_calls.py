@@ -15,7 +15,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from shardwise.errors import WorkerError
 from shardwise.launch.peer_failure import failures_shared, mark_shared, settle_failure
 
-P, R = ParamSpec("P"), TypeVar("R")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class CollectiveCalls:
@@ -60,11 +61,13 @@ class CollectiveCalls:
             settle_failure()
 
 
-def collective(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def collective(
+    method: Callable[Concatenate[Any, Parameters], Result],
+) -> Callable[Concatenate[Any, Parameters], Result]:
     """Return a method of an object with `calls` that all ranks call together."""
 
     @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Any, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with self.calls.shared():
             return method(self, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""`ssh`: hosts that are reached by ssh, one after the other, without a scheduler.
+"""`ssh`: hosts that are reached by ssh, without a scheduler.
 
 Files go to the same directory of every host, below the home directory, which the hosts may share: a host's log and the
 number of its process carry its place among the hosts. Where a host cannot be reached those that were started are
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from shardwise.planner.formulas.prediction import Cluster
 SCRIPT = "run.sh"
 REMOTE = "shardwise-jobs"  # below the home directory
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+AT_ONCE = 32  # hosts that are asked
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]-]+")
 
 
@@ -132,30 +134,34 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
         return f"{record.name} on {', '.join(hosts)}"
 
     def status(self, record: LaunchRecord) -> str:
-        """Return of every host whether its process runs."""
-        states = []
-        for index, host in enumerate(record.details["hosts"]):
-            check = f"kill -0 $(cat {_directory(record)}/{_process(index)}) 2>/dev/null && echo running || echo ended"
-            states.append(f"{host}: {_remote(host, ['sh', '-c', check]).strip()}")
-        return "  ".join(states)
+        """Return of every host whether its process runs, or that it does not answer.
+
+        Raises:
+            LaunchError: no host answers.
+        """
+        check = "kill -0 $(cat {}) 2>/dev/null && echo running || echo ended"
+        answers = _ask_all(record, lambda index: ["sh", "-c", check.format(f"{_directory(record)}/{_process(index)}")])
+        return "  ".join(f"{host}: {answer.strip()}" for host, answer in _with_silent(answers))
 
     def logs(self, record: LaunchRecord) -> str:
-        """Return the logs, each line with its host."""
-        lines = []
-        for index, host in enumerate(record.details["hosts"]):
-            text = _remote(host, ["cat", f"{_directory(record)}/{_log(index)}"])
-            lines += [f"{host} | {line}\n" for line in text.splitlines()]
+        """Return the logs, each line with its host; one line of a host that does not answer.
+
+        Raises:
+            LaunchError: no host answers.
+        """
+        answers = _ask_all(record, lambda index: ["cat", f"{_directory(record)}/{_log(index)}"])
+        lines = [f"{host} | {line}\n" for host, text in _with_silent(answers) for line in text.splitlines()]
         return "".join(lines)
 
     def stop(self, record: LaunchRecord) -> None:
-        """Send SIGTERM to every host's ranks, upon which all save their state; hosts that do not answer are last."""
-        silent = []
-        for index, host in enumerate(record.details["hosts"]):
-            stop = f"kill -TERM $(cat {_directory(record)}/{_process(index)}) 2>/dev/null || true"
-            try:
-                _remote(host, ["sh", "-c", stop])
-            except LaunchError as error:
-                silent.append(f"{host} ({error})")
+        """Send SIGTERM to every host's ranks, upon which all save their state.
+
+        Raises:
+            LaunchError: with the hosts that do not answer; the others were told.
+        """
+        stop = "kill -TERM $(cat {}) 2>/dev/null || true"
+        answers = _ask_all(record, lambda index: ["sh", "-c", stop.format(f"{_directory(record)}/{_process(index)}")])
+        silent = [f"{host} ({answer})" for host, answer in answers if isinstance(answer, LaunchError)]
         if silent:
             raise LaunchError(f"not stopped, since it does not answer: {', '.join(silent)}; the others were told to")
 
@@ -172,6 +178,29 @@ def _directory(record: LaunchRecord) -> str:
 def _remote(host: str, words: list[str], given: str | None = None) -> str:
     """Run words on a host; ssh hands them to a shell there, so they are quoted for it."""
     return run_client([*SSH, host, shlex.join(words)], given)
+
+
+def _ask_all(record: LaunchRecord, words_of: Callable[[int], list[str]]) -> list[tuple[str, str | LaunchError]]:
+    """Run the words for its place on every host, at once; return (host, what it printed or why it does not answer)."""
+
+    def ask(index: int, host: str) -> str | LaunchError:
+        try:
+            return _remote(host, words_of(index))
+        except LaunchError as error:
+            return error
+
+    hosts = record.details["hosts"]
+    with ThreadPoolExecutor(min(len(hosts), AT_ONCE)) as pool:
+        return list(zip(hosts, pool.map(ask, range(len(hosts)), hosts), strict=True))
+
+
+def _with_silent(answers: Sequence[tuple[str, str | LaunchError]]) -> Iterator[tuple[str, str]]:
+    """Yield (host, what it printed), with a line for those that do not answer; raise where none does."""
+    errors = [answer for _, answer in answers if isinstance(answer, LaunchError)]
+    if len(errors) == len(answers):
+        raise errors[0]
+    for host, answer in answers:
+        yield host, f"does not answer ({answer})" if isinstance(answer, LaunchError) else answer
 
 
 def _log(index: int) -> str:
