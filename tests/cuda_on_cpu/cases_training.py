@@ -96,7 +96,7 @@ def test_an_optimizer_on_the_host_is_one_on_the_device(
         sections: dict[str, Any] = {"memory": {"offload_optimizer": share}, "optimizer": optimizer}
         ours = jobs(corpora, tmp_path / str(share), "cuda", 2, 4, precision=precision, **sections)
         records = world_pool.run(2, joined, trained, ours)[0]
-        found.append([record[key] for record in records if "loss" in record for key in ("loss", "grad_norm")])
+        found.append([record[key] or 0.0 for record in records if "loss" in record for key in ("loss", "grad_norm")])
     on_device, *on_host = found
     precise = 0 if "PLAYED_CUDA" in os.environ else 1e-3  # the played device's kernels are the CPU's
     assert len(on_device) == 8 and all(one == pytest.approx(on_device, rel=precise, abs=0) for one in on_host)

@@ -74,8 +74,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._run = claim(store)
         # Members of a combined optimizer may be stepped by themselves, in another thread.
-        stepped = [optimizer.inner, *getattr(optimizer.inner, "members", ())]
-        self._hooks = [each.register_step_pre_hook(lambda *_: self.settle()) for each in stepped]
+        optimizers = [optimizer.inner, *getattr(optimizer.inner, "members", ())]
+        self._hooks = [member.register_step_pre_hook(lambda *_: self.settle()) for member in optimizers]
 
     @property
     def failed(self) -> bool:

@@ -80,10 +80,11 @@ class HostParameter:
     @property
     def is_copied(self) -> bool:
         """True where the gradient, as it now is, has been copied."""
-        gradient, seen = self.entry.local_gradient, self._seen
-        if gradient is None or seen is None:
+        gradient = self.entry.local_gradient
+        if gradient is None or self._seen is None:
             return False
-        return gradient.data_ptr() == seen[0].data_ptr() and version_of(gradient) == seen[1]
+        copied, version = self._seen
+        return gradient.data_ptr() == copied.data_ptr() and version_of(gradient) == version
 
     @property
     def is_begun(self) -> bool:

@@ -96,11 +96,12 @@ class ShardedOptimizer:
         members = []
         for kind, own in kinds.items():
             of_kind = [pair for pair in self.locals if chosen.get(pair[0].name, default).kind == kind]
-            here = [pair for pair in of_kind if self.host is None or pair[0].name not in self.host]
-            members.append(make_torch_optimizer(own, list(self._torch_groups(here, default, chosen)), on_gpu))
-            for unit in [] if self.host is None else self.host.units(of_kind, is_reference(own.name)):
-                members.append(make_torch_optimizer(own, list(self._torch_groups(unit, default, chosen)), False))
-                self.host.add(unit, members[-1])  # type: ignore[union-attr]
+            on_device = [pair for pair in of_kind if self.host is None or pair[0].name not in self.host]
+            members.append(make_torch_optimizer(own, list(self._torch_groups(on_device, default, chosen)), on_gpu))
+            if self.host is not None:
+                for unit in self.host.units(of_kind, is_reference(own.name)):
+                    members.append(make_torch_optimizer(own, list(self._torch_groups(unit, default, chosen)), False))
+                    self.host.add(unit, members[-1])
         return members[0] if len(members) == 1 else CombinedOptimizer(members)
 
     def _torch_groups(
