@@ -165,6 +165,19 @@ def test_offload_on_cuda_moves_the_states_to_the_host() -> None:
     assert away.parameters == away.gradients == away.optimizer == 0.0
 
 
+@pytest.mark.parametrize("share", [0.5, True])
+def test_updates_in_host_memory_move_the_optimizers_state(share: float) -> None:
+    held = moments(*planned(2, device="cuda"))[-1]
+    clipped, free = (
+        moments(*planned(2, device="cuda", memory={"offload_optimizer": share}, optimizer={"clip_norm": clip}))[-1]
+        for clip in (1.0, None)
+    )
+    moved = held.optimizer - clipped.optimizer
+    assert held.optimizer * float(share) <= moved <= held.optimizer and clipped.optimizer == free.optimizer
+    assert (clipped.host, free.host) == (2 * moved, 3 * moved)  # copies of weight and gradient; and the state before
+    assert clipped.total == held.total - moved
+
+
 def test_one_rank_with_one_dtype_needs_no_fsdp() -> None:
     assert not planned(1)[0].needs_fsdp
     assert planned(2)[0].needs_fsdp

@@ -294,6 +294,17 @@ def test_offloaded_parameters_take_time_and_room_of_the_host() -> None:
     assert cluster("h100:4").host_bytes == pytest.approx(256 * GIB)
 
 
+def test_an_offloaded_optimizer_costs_less_beside_backward() -> None:
+    plain, clipped, beside = (
+        predict(made(offload_optimizer=share, updates_in_backward=ahead))
+        for share, ahead in ((0.0, False), (0.5, False), (0.5, True))
+    )
+    assert plain.seconds["offload"] == 0.0 < beside.seconds["offload"] < clipped.seconds["offload"]
+    assert clipped.memory["optimizer"] == beside.memory["optimizer"] < plain.memory["optimizer"]
+    assert plain.host_bytes == 0.0 and beside.host_bytes == 1.5 * clipped.host_bytes
+    assert clipped.seconds["optimizer"] == plain.seconds["optimizer"] / 2
+
+
 def test_a_clusters_file_has_whole_nodes(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("accelerator: H100\nnodes: 2\nintra: 450\nhost_gb: 1024\n")
