@@ -55,7 +55,7 @@ def taken(run: AssembledJob, step: int, poisoned: bool = False) -> bool:
 
 
 def ended(job: Job) -> tuple[str, str, list[bool]]:
-    """Fingerprints of weights and of optimizer state after three steps, of which the second is skipped."""
+    """Fingerprints of weights and optimizer state after three steps, of which the second is poisoned, and the skips."""
     run = set_up(job, CPU)
     skipped = [taken(run, step, poisoned=step == 1) for step in range(3)]
     states = [(entry.name, run.optimizer.inner.state[local]) for entry, local in run.optimizer.locals]
@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {},
     "beside backward": {"optimizer": FREE},
     "microbatches, tied": {"optimizer": FREE, "training": {"gradient_accumulation": 2}, "tied": True},
-    "fp16": {"optimizer": FREE, "precision": {"compute": "fp16"}},
+    "fp16": {"optimizer": FREE, "precision": {"compute": "fp16", "loss_scale": {"init_scale": 2.0**20}}},
     "averages": {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant", **FREE}},
     "momentum": {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}, **FREE}},
     "groups": {"optimizer": {"groups": [{"parameters": ["transformer.h.1"], "optimizer": "Lion"}], **FREE}},
@@ -86,7 +86,7 @@ def test_nothing_differs_by_a_bit(world_pool: WorldPool, corpora: Path, case: st
     shares = [False, 0.5] if case in QUICK else [False, 0.01, 0.5, True]
     jobs = [make_job(corpora, memory={"offload_optimizer": share}, **CASES[case]) for share in shares]
     plain, *offloaded = world_pool.run(1, endings, jobs)[0]
-    assert plain[2] == [False, True, False]
+    assert set(plain[2]) == {False, True}  # some step was skipped
     assert offloaded == [plain] * len(offloaded)
 
 
