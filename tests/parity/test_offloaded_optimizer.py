@@ -76,7 +76,10 @@ def test_resumed_with_another_share_on_another_layout(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, first: float, then: float, onto: str, clip: float | None
 ) -> None:
     def job(layout: str, share: float, steps: int, output: str, resume: str = "none") -> Job:
-        sections = {"memory": {"offload_optimizer": share}, "checkpoint": {"every": 2, "resume": resume}}
+        sections: dict[str, Any] = {
+            "memory": {"offload_optimizer": share},
+            "checkpoint": {"every": 2, "resume": resume},
+        }
         parallel = LAYOUTS[layout][2]
         optimizer = {"clip_norm": clip, "schedule": "constant", "warmup_steps": 1}
         training = {"steps": steps, "sequences_per_step": 8}

@@ -40,7 +40,8 @@ class AtOnce:
 
     def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         done: Future[None] = Future()
-        done.set_result(work(*arguments))
+        work(*arguments)
+        done.set_result(None)
         return done
 
 
@@ -60,7 +61,7 @@ def ended(job: Job) -> tuple[str, str, list[bool]]:
     skipped = [taken(run, step, poisoned=step == 1) for step in range(3)]
     states = [(entry.name, run.optimizer.inner.state[local]) for entry, local in run.optimizer.locals]
     named = [(f"{name} {key}", value) for name, state in states for key, value in state.items()]
-    tensors = [(name, value.reshape(-1)) for name, value in named if isinstance(value, torch.Tensor)]
+    tensors = ((name, value.reshape(-1)) for name, value in named if isinstance(value, torch.Tensor))
     return fingerprint((e.name, e.local) for e in run.model.tensor_map), fingerprint(tensors), skipped
 
 
@@ -76,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     "averages": {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant", **FREE}},
     "momentum": {"optimizer": {"name": "SGD", "options": {"momentum": 0.9}, **FREE}},
     "groups": {"optimizer": {"groups": [{"parameters": ["transformer.h.1"], "optimizer": "Lion"}], **FREE}},
+    "own class": {"optimizer": {"name": "tests.training.user_code:SignDescent", "weight_decay": 0.0, **FREE}},
     "frozen": {"optimizer": FREE, "model": {"freeze": ["transformer.h.2"]}},
 }
 QUICK = ("beside backward",)
