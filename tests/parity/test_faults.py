@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shardwise.testing.faults.registry import FAULTS
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import assemble, prepare_data, study
 from tests.parity.jobs import check_agrees, facts_of, make_job, verify_one
+from tests.studied import each_rank_studies
 
 DIVIDING = ("Adam", "Adamax", "NAdam", "RAdam", "Adagrad")  # by the size of the gradient
 
@@ -29,8 +31,9 @@ OF_THE_JOB = (
 
 
 def with_fault(job: Job, fault: str) -> VerifyReport | None:
-    with FAULTS[fault]():
-        return verify_one(job, facts=study(job))  # a fault may lie in how the model is built
+    own_facts = each_rank_studies() if fault == "broken_tie" else nullcontext()  # it lies in how the model is built
+    with FAULTS[fault](), own_facts:
+        return verify_one(job, facts=study(job))
 
 
 @pytest.fixture
