@@ -138,13 +138,13 @@ def dropout_scope(scope: DropoutScope | None) -> Iterator[None]:
 
 def _found_again(function: Callable[..., Any], before: int) -> Callable[..., Any]:
     """Return a function that finds the scope of now in all runs but those `before`, after the scope's end too."""
-    found = _active.snapshot() if _active else None
+    scope = _active.snapshot() if _active else None
     runs = count()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if next(runs) < before or found is None:
+        if next(runs) < before or scope is None:
             return function(*args, **kwargs)
-        with dropout_scope(found.snapshot()):
+        with dropout_scope(scope.snapshot()):
             return function(*args, **kwargs)
 
     return run

@@ -78,13 +78,14 @@ def _tried(function: LossFunction, what: str, microbatch: Batch, output: Any) ->
     labels = {} if microbatch.labels is None else {"labels": microbatch.labels}
     batch = rows_like({**microbatch.inputs, **labels})
     summed = functools.partial(_summed, function, what, batch)
-    found = RowCoupling()
+    coupling = RowCoupling()
     for scaled in (_spread, torch.sigmoid):
         with own_collectives_refused():  # other ranks hold other stages
-            found = find_coupling(_Outputs(output, len(microbatch.rows), scaled), TrialRows(ROWS, {}, summed), True)
-        if not found.untried:
-            return found
-    return found
+            outputs = _Outputs(output, len(microbatch.rows), scaled)
+            coupling = find_coupling(outputs, TrialRows(ROWS, {}, summed), True)
+        if not coupling.untried:
+            break
+    return coupling
 
 
 def _summed(function: LossFunction, what: str, batch: Batch, call: Call, rows: Sequence[int]) -> Tensor:
@@ -97,7 +98,7 @@ def _spread(values: Tensor) -> Tensor:
 
 
 class _Outputs(nn.Module):
-    """In the place of a model: its weights are rows of outputs, and its forward returns some of them."""
+    """A module in the place of a model: its weights are rows of outputs, and its forward returns some of them."""
 
     def __init__(self, output: Any, rows: int, scaled: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
