@@ -866,3 +866,32 @@ class RowsTogether(Stack):
 
     def read_out(self, x: Tensor) -> Tensor:
         return super().read_out(x - x.mean(0))
+
+
+class FrozenForAWhile(Stack):
+    """Freezes a critic for a part of its forward, as adversarial losses in one forward do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(WIDTH, WIDTH)
+
+    def read_out(self, x: Tensor) -> Tensor:
+        made = super().read_out(x)
+        self.critic.requires_grad_(False)
+        judged = self.critic(made)
+        self.critic.weight.requires_grad = self.critic.bias.requires_grad = True
+        return made + 0.1 * judged + 0.1 * self.critic(made.detach())
+
+
+class ReadStatistics(Stack):
+    """Moves centres towards what it is given, in a buffer that its forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def read_out(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.centre.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return super().read_out(x - self.centre.clone())

@@ -442,4 +442,21 @@ HABITS: tuple[Habit, ...] = (
         quick=(),
     ),
     Habit("RowsTogether", "the same with `training.microbatch_size`"),
+    Habit(
+        "FrozenForAWhile",
+        "parameters that are frozen for a part of the forward",
+        refused={STAGES: "parameters that it freezes or unfreezes, of which a trace keeps nothing"},
+        remedy="`torch.func.functional_call` with detached values",
+        quick=(),
+    ),
+    Habit(
+        "ReadStatistics",
+        "buffers that a forward changes and reads (moving averages, `spectral_norm` in training)",
+        refused=dict.fromkeys(
+            (SHARDS, REPLICAS, ZERO_1, CHECKPOINTS, HALF),
+            r"ReadStatistics \(.*modules.py:\d+\) reads, in training, buffers",
+        ),
+        remedy="set `model.running_statistics` yourself",
+        quick=(),
+    ),
 )

@@ -235,6 +235,7 @@ class ModelFacts:
     couples_rows: bool = False  # rows of a microbatch change each other's numbers in a user's module or its loss
     drops_by_microbatch: bool = False  # dropout depends on the rows together: hidden states have them in another dim
     keeps_statistics: bool = False  # a user's module takes statistics of rows together, and keeps them in buffers
+    reads_statistics: bool = False  # and its forward in training reads what it keeps there
     draws_numbers: bool = False  # a user's forward draws random numbers other than those of dropout
     coupling_untried: str = ""  # why that was not found out, as a clause about the module
     changes_numbers: bool = False  # a user's blocks change numbers that other code may read

@@ -1,15 +1,18 @@
 """Notices gradients that a forward computes its own way: a trace keeps what is computed, and of these nothing.
 
-They are hooks on modules and on activations, and autograd functions of the user's.
+They are hooks on modules and on activations, autograd functions of the user's, and parameters that are frozen for a
+part of the forward.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardwise._torch_compat.modules import is_backward_hook
@@ -36,6 +39,36 @@ def own_gradients_found() -> Iterator[Callable[[], str]]:
 
     Function.apply, Tensor.register_hook = classmethod(recorded_apply), recorded_hook  # type: ignore[assignment,method-assign]
     try:
-        yield lambda: names[0] if names else ""
+        with _freezing_recorded(names):
+            yield lambda: names[0] if names else ""
     finally:
         Function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
+
+
+@contextmanager
+def _freezing_recorded(names: list[str]) -> Iterator[None]:
+    """Inside, note where code of the user's freezes or unfreezes parameters."""
+    attribute, of_tensor, of_module = Tensor.requires_grad, Tensor.requires_grad_, nn.Module.requires_grad_
+
+    def note(holder: Any, frame: Any) -> None:
+        if isinstance(holder, nn.Parameter | nn.Module) and not f"{frame.f_globals['__name__']}.".startswith(PLAIN):
+            names.append("parameters that it freezes or unfreezes")
+
+    def set_attribute(tensor: Tensor, value: bool) -> None:
+        note(tensor, sys._getframe(1))
+        attribute.__set__(tensor, value)
+
+    def recorded_tensor(tensor: Tensor, value: bool = True) -> Tensor:
+        note(tensor, sys._getframe(1))
+        return of_tensor(tensor, value)
+
+    def recorded_module(module: nn.Module, value: bool = True) -> nn.Module:
+        note(module, sys._getframe(1))
+        return of_module(module, value)
+
+    with (
+        mock.patch.object(Tensor, "requires_grad", property(attribute.__get__, set_attribute)),
+        mock.patch.object(Tensor, "requires_grad_", recorded_tensor),
+        mock.patch.object(nn.Module, "requires_grad_", recorded_module),
+    ):
+        yield

@@ -65,12 +65,14 @@ class RowCoupling:
         is_coupled: whether rows change each other's numbers.
         untried: why that was not found out, as a clause about the module; empty where it was.
         keeps_statistics: whether modules in training take statistics of rows together, and keep them in buffers.
+        reads_statistics: whether the forward in training reads buffers that it changes.
         draws_numbers: whether the forward draws random numbers other than those of dropout, of torch, Python or NumPy.
     """
 
     is_coupled: bool = False
     untried: str = ""
     keeps_statistics: bool = False
+    reads_statistics: bool = False
     draws_numbers: bool = False
 
 
@@ -134,7 +136,7 @@ def _tried(
     if reads_values and values is not None and not is_coupled:
         is_coupled = _Trial(module, rows, SCALES[0], values()).are_coupled(further)
     draws = trial.draws.have_drawn or trial.draws_in_process
-    return RowCoupling(is_coupled, "", trial.keeps_statistics, draws)
+    return RowCoupling(is_coupled, "", trial.keeps_statistics, trial.reads_statistics, draws)
 
 
 def _affordable(module: nn.Module, rows: TrialRows, fewest: int) -> tuple[TrialSize | None, str]:
@@ -162,7 +164,7 @@ class _Trial:
     ) -> None:
         self.module, self.rows = copy_to_probe(module).train(), rows
         self.draws = ConstantDraws()
-        self.keeps_statistics = self.draws_in_process = False
+        self.keeps_statistics = self.reads_statistics = self.draws_in_process = False
         given = weights or {}
         self.parameters = {
             name: _cast(given[name]) if name in given else _drawn(parameter, name, number, scale)
@@ -181,8 +183,11 @@ class _Trial:
         """
         number = min(size.rows, self.rows.number)
         together = self._measure(range(number), size.with_gradients)
-        self.keeps_statistics = self._keep_statistics()
-        if self.keeps_statistics:
+        changed = [name for name, value in self.buffers.items() if not torch.equal(value, self.state[name])]
+        self.keeps_statistics = bool(changed)
+        if changed:
+            self.reads_statistics = self._reads(changed, range(number), together[0])
+            self._keep_statistics(changed)
             together = self._measure(range(number), size.with_gradients)
         if not all(bool(part.isfinite().all()) for part in together):
             raise _Undecided("its numbers are not finite")
@@ -206,12 +211,18 @@ class _Trial:
                 raise
             return [self._measure(range(row, min(row + 2, number)), with_gradients) for row in range(0, number, 2)]
 
-    def _keep_statistics(self) -> bool:
-        """Let modules whose buffers training changes use these as they are; return whether there are such."""
-        changed = [name for name, value in self.buffers.items() if not torch.equal(value, self.state[name])]
+    def _reads(self, changed: Sequence[str], rows: Sequence[int], loss: Tensor) -> bool:
+        """Return whether the same rows give another loss once they have changed these buffers."""
+        before = self.buffers
+        self.buffers = {**before, **{name: self.state[name].detach().clone() for name in changed}}
+        again = self._measure(rows, with_gradients=False)[0]
+        self.buffers = before
+        return not _is_close([again], [loss], TOLERANCE)
+
+    def _keep_statistics(self, changed: Sequence[str]) -> None:
+        """Let modules whose buffers training changes use these as they are."""
         for name in changed:
             self.module.get_submodule(name.rpartition(".")[0]).training = False
-        return bool(changed)
 
     def _measure(self, rows: Sequence[int], with_gradients: bool) -> list[Tensor]:
         """Return the summed loss of rows, and then its gradients."""

@@ -64,6 +64,7 @@ def with_row_coupling(
         couples_rows=coupling.is_coupled,
         coupling_untried=coupling.untried,
         keeps_statistics=coupling.keeps_statistics,
+        reads_statistics=coupling.reads_statistics,
         draws_numbers=coupling.draws_numbers,
     )
 

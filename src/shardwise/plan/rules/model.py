@@ -35,6 +35,10 @@ def _makes_parameters_anew(d: Draft) -> bool:
     return d.world.size > 1 or d.compute not in ("fp32", "fp64") or d.memory.offload_parameters
 
 
+def _names_statistics(d: Draft) -> bool:
+    return "running_statistics" in d.job.model.model_fields_set
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("one-model", SOURCES, "a model comes from at most one of them (none: the embedded default), but for fields of "
@@ -45,6 +49,13 @@ RULES: tuple[Rule, ...] = (
           lambda d: not model_from_factory(d), "set model.factory or leave it out"),
     idle("model-factory-arguments", "model.factory_arguments", "there is no model.factory to take them",
           lambda d: not model_from_factory(d), "set model.factory or leave it out"),
+    Rule("read-statistics", ("model.running_statistics",),
+         "buffers that a forward changes and reads depend on the microbatches that its rank has run before",
+         lambda d: d.facts.reads_statistics and d.data_ranks > 1 and not _names_statistics(d),
+         fix="set model.running_statistics yourself, which says how ranks that differ within a step agree after it, or "
+         "use one data rank",
+         because=lambda d: f"{d.facts.definition} reads, in training, buffers that its forward changes (power "
+         f"iterations, moving averages), and within a step each of {d.data_ranks} data ranks changes its own"),
     idle("running-statistics", "model.running_statistics", "they are buffers, and this model has none",
           lambda d: not d.facts.buffers),
     idle("model-weights", "model.weights", "only a module of model.factory reads a file of weights",

@@ -1,0 +1,2 @@
+import torch,sys
+from adv import *
