@@ -48,7 +48,8 @@ def own_gradients_found() -> Iterator[Callable[[], str]]:
 @contextmanager
 def _freezing_recorded(names: list[str]) -> Iterator[None]:
     """Inside, note where code of the user's freezes or unfreezes parameters."""
-    attribute, of_tensor, of_module = Tensor.requires_grad, Tensor.requires_grad_, nn.Module.requires_grad_
+    attribute: Any = Tensor.requires_grad
+    of_tensor, of_module = Tensor.requires_grad_, nn.Module.requires_grad_
 
     def note(holder: Any, frame: Any) -> None:
         if isinstance(holder, nn.Parameter | nn.Module) and not f"{frame.f_globals['__name__']}.".startswith(PLAIN):

@@ -1,2 +1,0 @@
-import torch,sys
-from adv import *
