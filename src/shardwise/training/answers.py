@@ -1,4 +1,9 @@
-"""The share of held-out answers that the model writes itself: the metric `exact_match` of an evaluation."""
+"""The share of held-out answers that the model writes itself: the metric `exact_match` of an evaluation.
+
+A model that takes its likeliest token writes an answer if and only if each token of it is the likeliest behind those
+before. So one forward over a row with its answer tells what writing it would, and ranks of different data share the
+rows.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Mapping
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.packing import Windows
 from shardwise.parallel.model import ParallelModel
-from shardwise.training.sample import continue_greedily
+from shardwise.training.scores import Continuation, log_likelihoods
 
 EXACT_MATCH = "exact_match"
 
@@ -23,7 +28,5 @@ def exact_matches(
 
 def exact_match(model: ParallelModel, rows: PackedRows, count: int) -> float:
     """Return the share of the first `count` rows whose first answer the model writes token for token. Collective."""
-    pairs = rows.answers(count)
-    longest = max(len(answer) for _, answer in pairs)
-    written = continue_greedily(model, [prompt for prompt, _ in pairs], longest)
-    return sum(own[: len(answer)] == answer for own, (_, answer) in zip(written, pairs, strict=True)) / len(pairs)
+    scores = log_likelihoods(model, [Continuation(*pair) for pair in rows.answers(count)])
+    return sum(is_likeliest for _, is_likeliest in scores) / len(scores)
