@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class CollectiveCalls:
-    """What the calls of one session have come to.
+    """The calls of one session, and the error that has ended them.
 
     Attributes:
         failure: the error that has ended them, if one has.

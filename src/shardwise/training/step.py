@@ -126,11 +126,10 @@ def train_step(
     require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
     normalisation = NORMALISATIONS[model.plan.normalisation]
     labels, data_hash = sum(int(batch.count()) for batch in batches), wrap(sum(batch.digest for batch in batches))
-    batches = weighted(batches, normalisation)
+    batches = [batch.to(model.device) for batch in weighted(batches, normalisation)]
     samples = round(sum(float(batch.count()) for batch in batches))
     control = exchange_control(model, ControlMessage(labels, samples, int(stop), int(failed), data_hash))
     counts = LossCounts(tokens=control.labels, samples=control.samples)
-    batches = [batch.to(model.device) for batch in batches]
     seed = torch.full((), normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
     model.scale_router_losses(scaler.scale)

@@ -27,6 +27,10 @@ CLASSES = {"task": "token_classification"}
 OF_SAMPLES = {"model": {"task": "sequence_classification"}, "data": {"factory": "c:d"}}
 
 CASES = {
+    "read-statistics": case(
+        {}, {"model": {"running_statistics": "first_rank"}}, "set model.running_statistics yourself", CPU4,
+        replace(WRITING, reads_statistics=True, keeps_statistics=True, buffers=("mean",)),
+    ),
     "classes-data": case({"model": CLASSES}, {"model": CLASSES, "data": {"factory": "c:d"}}, "set data.factory"),
     "classes-context": case(
         {"model": CLASSES, "data": {"factory": "c:d"}, "parallel": {"context_parallel_degree": 2}},

@@ -15,4 +15,19 @@ CASES = {
         {"memory": {"offload_activations": True, **FULL}},
         "activation_checkpointing to full",
     ),
+    "offload-optimizer": case(
+        {"memory": {"offload_optimizer": True, "offload_parameters": True}},
+        {"memory": {"offload_optimizer": True}},
+        "leave one of them out",
+    ),
+    "offload-optimizer-class": case(
+        {"memory": {"offload_optimizer": 0.5}, "optimizer": {"name": "Adafactor"}},
+        {"memory": {"offload_optimizer": 0.5}},
+        "leave memory.offload_optimizer out, or use",
+    ),
+    "offload-optimizer-capturable": case(
+        {"memory": {"offload_optimizer": True}, "optimizer": {"options": {"capturable": True}}},
+        {"memory": {"offload_optimizer": True}},
+        "leave capturable out",
+    ),
 }

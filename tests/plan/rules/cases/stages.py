@@ -12,8 +12,15 @@ def mapped(*stages: int) -> dict[str, Any]:
     return staged(auto_partition=False, partition={f"layers.{i}": stage for i, stage in enumerate(stages)})
 
 
+DRAWING = replace(FACTS, stages=replace(FACTS.stages, traced=True), draws_numbers=True)
 SMALL = [{"sequences_per_step": 4, "until_samples": 8}]
 CASES = {
+    "traced-draws": case(
+        {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "simple"}, "training": {"microbatch_size": 1}},
+        {"training": {"microbatch_size": 1}},
+        "use pipeline_parallel_degree 1",
+        facts=DRAWING,
+    ),
     **{
         f"{key.replace('_', '-')}-without-stages": case(
             {"parallel": {key: value}}, staged(**beside, **{key: value}), key
