@@ -29,8 +29,8 @@ from tools import structure
 
 FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")
 ORACLE = (
-    "oracle", "oracle_corpus", "oracle_data", "oracle_dropout", "oracle_rounding", "oracle_rows", "oracle_start",
-    "start_check",
+    "oracle", "oracle_corpus", "oracle_data", "oracle_draws", "oracle_dropout", "oracle_rounding", "oracle_rows",
+    "oracle_start", "start_check",
 )  # fmt: skip
 HERE = Path(shardwise.__file__).parent
 

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.commands.verify import verify_rank
 from shardwise.errors import LegalityError
+from shardwise.testing.comparison import VerifyReport
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
 from shardwise.training.step import train_step
@@ -159,6 +161,29 @@ def check(pool: WorldPool, directory: Path, module: type[Stack], layouts: tuple[
                 assert REFUSALS[module, layout] in str(came), layout
             else:
                 assert numpy.allclose(came, alone, rtol=1e-9, atol=0), layout
+
+
+def verified(directory: str, module: str, layout: str) -> VerifyReport | None:
+    """Return what verify says of a module; run on every rank."""
+    sections: dict[str, Any] = {**LAYOUTS[layout][1], "model": {"factory": f"{HERE}:{module}"}}
+    sections["model"]["loss"] = "tests.habits.building:squared_error"
+    return verify_rank(make_job(directory, "RowsTogether", sections), torch.device("cpu"), 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        (Noisy, STAGES),
+        *(pytest.param(module, SHARDS, marks=pytest.mark.slow) for module in (MixedUp, Sampled, LayerDropped)),
+        pytest.param(CheckpointedNoise, REPLICAS, marks=pytest.mark.slow),
+    ],
+)
+def test_verify_draws_alike(world_pool: WorldPool, corpora: Path, module: type[Stack], layout: str) -> None:
+    report = world_pool.run(LAYOUTS[layout][0], verified, str(corpora), module.__name__, layout)[0]
+    assert report is not None and report.agrees, report
+    assert report.max_relative_error < 1e-9
+    wide = [difference for difference in report.differences if difference.tolerance > 1e-6]
+    assert not wide, wide
 
 
 def test_noise_is_that_of_the_microbatch(world_pool: WorldPool, corpora: Path) -> None:

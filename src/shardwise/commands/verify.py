@@ -322,10 +322,12 @@ def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
     source = _source(job, run.data)
     # Dropout that is a function of its place runs on both sides, and the model's own has places in eager alone.
     eager = run.facts.has_attention_dropout and plan.exact_dropout
-    is_coupled = run.facts.rows_together or run.facts.keeps_statistics
+    is_coupled = run.facts.rows_together or run.facts.keeps_statistics or run.facts.may_draw
+    seeds: Any = "together" if run.facts.stages.traced else "by module"
     return Oracle(
         job, weights, source, plan.sequences_per_step, plan.steps, plan.total_sequences, run.facts.counting, eager,
         **oracle_dtypes(plan), rows_together=plan.microbatch if is_coupled else None,
+        draws=seeds if run.facts.may_draw else None,
     )  # fmt: skip
 
 

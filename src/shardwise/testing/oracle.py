@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source, shortened
+from shardwise.testing.oracle_draws import OracleDraws
 from shardwise.testing.oracle_dropout import OracleDropout
 from shardwise.testing.oracle_muon import Muon, Several, is_hidden, projections
 from shardwise.testing.oracle_optimizers import PLAIN, ScheduleFreeAdamW
@@ -116,6 +117,8 @@ class Oracle:
         eager: the model runs its eager attention; else what the job names, if the model has it, or its default.
         master, compute: dtypes of the weights that the optimizer updates and of forward and backward.
         rows_together: samples of each forward, in their order, where rows change each other's numbers.
+        draws: a user's module draws random numbers by itself: each module in it from a seed of its own, or all
+            from one.
     """
 
     job: Job
@@ -129,6 +132,7 @@ class Oracle:
     master: torch.dtype = torch.float64
     compute: torch.dtype = torch.float64
     rows_together: int | None = None
+    draws: Literal["by module", "together"] | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict, init=False)
     _router_logits: Sequence[Tensor] = field(default=(), init=False)  # of the forward that ran last, layer by layer
     narrows_logits: bool = field(default=False, init=False)  # the model makes them in fp32 whatever its own dtype is
@@ -144,6 +148,8 @@ class Oracle:
         self.ties = [names for names in owners.values() if len(names) > 1]
         self.routers = RouterReference(self.job, self.model)
         self.dropout = OracleDropout(self.model, self.blocks, self.job.training.seed)
+        by_module = self.draws == "by module"
+        self.drawn = OracleDraws(self.model, self.blocks, self.job.training.seed, by_module) if self.draws else None
         live = dict(self.model.named_parameters())
         trained = _is_trained(self.job)
         for names in [[name] for name in live] + self.ties:
@@ -355,7 +361,8 @@ class Oracle:
             counters = [(c - cuts * self.rows_of(step)[0]) % (cuts * twist.local_rows) for c in counters]
         with self.dropout.begin(mask_step, counters) if not twist.no_dropout else nullcontext():
             if self.job.model.factory is not None:
-                return self._module_loss(rows)
+                with self.drawn.forward(mask_step, counters[0]) if self.drawn else nullcontext():
+                    return self._module_loss(rows)
             inputs: dict[str, Any] = dict(rows.inputs)
             if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
