@@ -123,7 +123,8 @@ def written(
 def test_layouts_read_some_others(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, written: tuple[str, list[Path]], layout: str
 ) -> None:
-    check_reading(world_pool, corpora, tmp_path, written, layout)
+    (model, sources), (ranks, parallel) = written, LAYOUTS[layout]
+    check_reading(world_pool, a_job(corpora, model, parallel), ranks, sources, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -131,14 +132,11 @@ def test_layouts_read_some_others(
 def test_any_layout_reads_every_other(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, written: tuple[str, list[Path]], layout: str
 ) -> None:
-    check_reading(world_pool, corpora, tmp_path, written, layout)
-
-
-def check_reading(
-    world_pool: WorldPool, corpora: Path, tmp_path: Path, written: tuple[str, list[Path]], layout: str
-) -> None:
     (model, sources), (ranks, parallel) = written, LAYOUTS[layout]
-    job = a_job(corpora, model, parallel)
+    check_reading(world_pool, a_job(corpora, model, parallel), ranks, sources, tmp_path)
+
+
+def check_reading(world_pool: WorldPool, job: Job, ranks: int, sources: list[Path], tmp_path: Path) -> None:
     targets = [tmp_path / str(number) for number in range(len(sources))]
     found = world_pool.run(ranks, read_and_write, job, sources, targets)
     assert found == [[Progress(step=2, samples=16)] * len(sources)] * ranks

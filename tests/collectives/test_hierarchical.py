@@ -134,7 +134,6 @@ def several(cases: list[tuple[str, str, str]]) -> list[str]:
     return kinds
 
 
-@pytest.mark.slow
 def test_two_levels_give_what_flat_gives(world_pool: WorldPool) -> None:
     cases = [(hosts, how, "gloo") for hosts in ("aabb", "abba") for how in ("two_level", "direct")]
     cases += [("abab", "direct", "shardwise")]
@@ -319,7 +318,6 @@ def verified(directory: str, hosts: str, algorithm: str, parallel: dict[str, Any
         return report and report.agrees, type(dist.group.WORLD).__name__
 
 
-@pytest.mark.slow
 def test_a_job_agrees_with_one_process(world_pool: WorldPool, corpora: Path) -> None:
     found = world_pool.run(4, verified, str(corpora), "aabb", "direct", {})
     assert found[0] == (True, "HierarchicalGroup")

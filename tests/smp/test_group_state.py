@@ -123,7 +123,6 @@ def _go_on(directory: str, how: str, degree: int, flat: bool = False) -> tuple[f
         tsm.state.reset()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, flat",
     [

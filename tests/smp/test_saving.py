@@ -70,7 +70,6 @@ def _go_on(directory: str, config: dict[str, Any]) -> tuple[list[float], list[fl
         smp.state.reset()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, names",
     [

@@ -169,7 +169,6 @@ def _go_on(
         tsm.state.reset()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["async_sharded", "local"])
 def test_training_goes_on_as_if_it_had_not_stopped(world_pool: WorldPool, tmp_path: Path, how: str) -> None:
     for straight, resumed in world_pool.run(4, _go_on, str(tmp_path), how):

@@ -394,7 +394,7 @@ def test_gradients_are_changed_behind_backward() -> None:
 def test_state_is_rounded_after_the_update() -> None:
     local, moment, step_counter = torch.tensor([1.001]), torch.tensor([1.001]), torch.tensor(1.001)
     inner = SimpleNamespace(state={"weight": {"exp_avg": moment, "step": step_counter}})
-    own = SimpleNamespace(locals=[("entry", local)], inner=inner)
+    own = SimpleNamespace(locals=[(SimpleNamespace(local=local), "parameter")], inner=inner)
     with planted("coarse_master_weights", ShardedOptimizer, "step", lambda self: None) as update:
         update(own)
     assert float(local) == 1.0 and float(moment) != 1.0
