@@ -234,6 +234,8 @@ def _become_new_process(cwd: str, environment: dict[str, str]) -> None:
     context._concrete_contexts["spawn"] = _ForkInstead()  # type: ignore[attr-defined]
     context._default_context.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if started := getattr(getattr(sys.modules.get("coverage"), "process_startup", None), "coverage", None):
+        atexit.unregister(started._atexit)  # of the server's own measurement; each fork has another
 
 
 def _run_main(words: list[str]) -> None:
