@@ -38,6 +38,7 @@ from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizer_section import OptimizerSection
+from shardwise.job.warmup_stages import SCHEDULES
 from shardwise.kernels.precision import LossScaler
 from shardwise.model.parameter_optimizers import optimizers_of_parameters
 from shardwise.parallel.logical_state import averaged_weight
@@ -256,7 +257,7 @@ def _check_schedules(job: Mapping[str, Any], manifest: Manifest, path: str) -> N
         CheckpointError: with both schedules.
     """
     sections = manifest.job.get("training", {}), job["training"]
-    for key in ("batch_size_schedule", "sequence_length_schedule"):
+    for key in SCHEDULES:
         wrote, reads = ([_given(stage) for stage in section.get(key, [])] for section in sections)
         if wrote != reads:
             raise CheckpointError(

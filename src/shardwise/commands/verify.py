@@ -34,7 +34,7 @@ from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis
 from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
-from shardwise.job.warmup_stages import WarmupStage
+from shardwise.job.warmup_stages import SCHEDULES, WarmupStage
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import refuse_unguarded_script
 from shardwise.model.adapter_config import with_adapter
@@ -74,10 +74,6 @@ from shardwise.training.setup import AssembledJob, assemble, current_world, prep
 from shardwise.training.trainer import Trainer
 from shardwise.words import output_console
 
-SCHEDULES = (
-    "batch_size_schedule",
-    "sequence_length_schedule",
-)  # keys of the training section whose stages follow samples
 # Tensors of master dtype that rank 0 holds beside its own shard: the oracle's weights, gradients and two optimizer
 # states, three of them once more to step back for a diagnosis, and our gradients and weights. A preference loss's
 # reference is one more.

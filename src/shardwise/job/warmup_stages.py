@@ -10,6 +10,8 @@ from pydantic import Field
 from shardwise.job.section import Section
 from shardwise.job.values import Positive
 
+SCHEDULES = ("batch_size_schedule", "sequence_length_schedule")  # keys of the training section that list such items
+
 
 class WarmupStage(Section):
     """Steps at the beginning of a run, until it has read so many samples."""

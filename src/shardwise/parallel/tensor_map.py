@@ -130,13 +130,8 @@ def gather_shards(value: DTensor) -> Tensor:
     part = local.new_zeros(rows, *local.shape[1:])
     part[: len(local)] = local
     whole = local.new_empty(rows * group.size(), *local.shape[1:])
-    all_gather_single(_reals(whole), _reals(part), group=group)
+    all_gather_single(whole, part, group=group)
     return whole[: value.shape[0]]
-
-
-def _reals(value: Tensor) -> Tensor:
-    """View complex numbers as pairs of real ones, which every backend moves."""
-    return torch.view_as_real(value) if value.is_complex() else value
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,7 @@ def _squared_distances(output: Any, rows: Sequence[int]) -> Tensor:
     total = torch.zeros(())
     for leaf in (leaf for leaf in leaves if leaf.shape[:1] == (len(rows),)):
         places = torch.arange(leaf[0].numel()).reshape(leaf.shape[1:])
-        targets = [
-            (EVEN_STEPS[0] * places + EVEN_STEPS[1] * row) % 1 for row in rows
-        ]  # drawn ones would look like the module's
+        # Not drawn: that would look like draws of the module's.
+        targets = [(EVEN_STEPS[0] * places + EVEN_STEPS[1] * row) % 1 for row in rows]
         total = total + (leaf - torch.stack(targets)).square().sum()
     return total

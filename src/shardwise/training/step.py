@@ -126,7 +126,7 @@ def train_step(
     require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
     normalisation = NORMALISATIONS[model.plan.normalisation]
     labels, data_hash = sum(int(batch.count()) for batch in batches), wrap(sum(batch.digest for batch in batches))
-    batches = [batch.to(model.device) for batch in weighted(batches, normalisation)]
+    batches = weighted(batches, normalisation)
     samples = round(sum(float(batch.count()) for batch in batches))
     control = exchange_control(model, ControlMessage(labels, samples, int(stop), int(failed), data_hash))
     counts = LossCounts(tokens=control.labels, samples=control.samples)
@@ -134,7 +134,7 @@ def train_step(
 
     model.scale_router_losses(scaler.scale)
     optimizer.begin(scaler.scale)
-    totals = model.run(objective, batches, step, seed)
+    totals = model.run(objective, [batch.to(model.device) for batch in batches], step, seed)
     sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, objective.measured())
     if step == 0:
         _check_count(round(sums.counted), counts.samples)
