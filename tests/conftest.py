@@ -82,14 +82,15 @@ def built_engine() -> None:
 def world_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
     """Worker processes for the whole session: `world_pool.run(4, function, argument)`."""
     facts = tmp_path_factory.mktemp("facts")
-    with WorldPool(initializer=functools.partial(_share_facts, facts)) as pool:
+    with WorldPool(initializer=functools.partial(_prepare_worker, facts)) as pool:
         yield pool
 
 
-def _share_facts(directory: Path) -> None:
-    from tests.studied import share  # torch and transformers, only where they are needed
+def _prepare_worker(facts: Path) -> None:
+    from tests import measured, studied  # torch and transformers, only where they are needed
 
-    share(directory)
+    studied.share(facts)
+    measured.keep()
 
 
 @pytest.fixture(scope="session")

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.export import export_checkpoint
+from shardwise.commands import workers
 from shardwise.commands.cli import main
 from shardwise.commands.evaluate import Questions, evaluate_rank, job_of_checkpoint
 from shardwise.data.corpus import with_format
 from shardwise.job.schema import Job
-from shardwise.testing.world import WorldPool
+from shardwise.testing.world import WorldError, WorldPool
 from tests.checkpoint.made import save_steps
-from tests.data.chats import PLAIN, byte_tokenizer, write_rows
+from tests.commands.lm_eval_double import lm_eval_double
+from tests.data.chats import END, PLAIN, byte_tokenizer, write_rows
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -90,21 +90,13 @@ def write_tasks(directory: Path) -> list[str]:
     return files
 
 
-@pytest.fixture
-def with_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a package of that name be found, which nothing imports before a mistake is named."""
-    found = ModuleType("lm_eval")
-    found.__spec__ = importlib.machinery.ModuleSpec("lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval", found)
-
-
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["evaluate", "run", "--tasks", "sums.yaml"]) == 2
     assert "pip install 'shardwise[lm-eval]'" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("with_lm_eval")
+@lm_eval_double()
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "sums.yaml").write_text("task: sums")
     assert main(["evaluate", "run", "--tasks", str(tmp_path / "sum.yaml")]) == 2
@@ -113,6 +105,62 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "--optimizer.learning_rate is not used by evaluate" in capsys.readouterr().err
     assert main(["evaluate", "run"]) == 2
     assert "--tasks" in capsys.readouterr().err
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "choice": {"output_type": "loglikelihood", "prompt": "1+2?", "continuation": " 3"},
+    "rolling": {"output_type": "loglikelihood_rolling", "prompt": "1+2?" * 20},
+    "written": {
+        "output_type": "generate_until", "prompt": "1+2?", "generation_kwargs": {"until": ["."], "max_gen_toks": 20},
+    },
+}  # fmt: skip
+
+
+def ask_double(job: Job, device: torch.device, checkpoint: str, questions: Questions) -> dict[str, Any] | None:
+    with lm_eval_double():
+        return evaluate_rank(job, device, checkpoint, questions)
+
+
+def summed_nats(model: Any, ids: list[int], predicted: int) -> float:
+    """Return the log-probability of the last tokens of a text, by the whole model."""
+    logits = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+    return float(logits.gather(-1, torch.tensor(ids[1:])[:, None])[-predicted:].sum())
+
+
+@torch.no_grad()
+@lm_eval_double()
+def test_a_sharded_model_answers_as_the_exported_one(
+    world_pool: WorldPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command asks and shows; a task whose answers are drawn is refused."""
+    job, files = job_of(tmp_path), []
+    for name, task in ASKED.items():
+        files.append(str(tmp_path / f"{name}.yaml"))
+        Path(files[-1]).write_text(json.dumps({"task": name, **task}))
+    drawn = {**ASKED["written"], "generation_kwargs": {"until": ["."], "do_sample": True, "temperature": 0.7}}
+    (tmp_path / "drawn.yaml").write_text(json.dumps({"task": "drawn", **drawn}))
+    world_pool.run(2, save_steps, job, [3])
+    model = AutoModelForCausalLM.from_pretrained(export_checkpoint(job.output, tmp_path / "model"))
+
+    def in_workers(job: Job, function: Any, *arguments: Any) -> Any:
+        return world_pool.run(2, ask_double, job, torch.device("cpu"), *arguments)[0]
+
+    monkeypatch.setattr(workers, "in_workers", in_workers)
+    words = ["evaluate", job.output, "--json", str(tmp_path / "results.json"), "--tasks"]
+    assert main([*words, *files]) == 0
+    assert "0.5000" in capsys.readouterr().out  # the error beside its metric
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+
+    tokenizer = AutoTokenizer.from_pretrained(job.data.tokenizer)
+    prompt, chosen, text = (tokenizer.encode(text) for text in ("1+2?", "1+2? 3", END + "1+2?" * 20))
+    assert results["choice"]["nats,none"] == pytest.approx(summed_nats(model, chosen, 2), rel=1e-5)
+    windows = [summed_nats(model, text[start : start + 49], len(text[start : start + 49]) - 1) for start in (0, 48)]
+    assert results["rolling"]["nats,none"] == pytest.approx(sum(windows), rel=1e-5)
+    written = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :]
+    whole = tokenizer.decode(written)
+    assert results["written"]["written,none"] == min(whole.split(".")[0], whole.split(END)[0], key=len)
+    with pytest.raises(WorldError, match=r"do_sample=true, temperature=0\.7"):
+        main([*words, str(tmp_path / "drawn.yaml")])
 
 
 def peer_results(model: Path, files: list[str]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ PRELOAD = (
     "torch.utils.tensorboard",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "gpt_neox", "llama", "bloom", "falcon", "t5")),
 )
-CLOSE_SECONDS = 5.0  # for idle workers to end by themselves
+CLOSE_SECONDS = 20.0  # for idle workers to end by themselves
 GRACE_SECONDS = 10.0  # what is left for the others once a rank has failed
 CONNECT_SECONDS = 120.0  # for a worker's one connection to the store, which may wait for name servers
 DUMP_SECONDS = 2.0  # how long a hanging rank gets to write its traceback
