@@ -80,7 +80,7 @@ def lm_eval_double() -> Iterator[None]:
     modules = {name: ModuleType(name) for name in NAMES}
     for name, module in modules.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    contents = {
+    contents: dict[str, list[Any]] = {
         "lm_eval": [simple_evaluate],
         "lm_eval.api.model": [TemplateLM],
         "lm_eval.models.utils": [normalize_gen_kwargs],
