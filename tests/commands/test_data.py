@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import chdir
 from pathlib import Path
 
@@ -100,3 +102,17 @@ def test_what_is_not_tokenized_ahead_is_refused(
         assert main(["data", "prepare", str(job), *options]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_corpus_in_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Six equal rows of 24 tokens: what is printed as JSON is what the table shows."""
+    job = job_file(tmp_path)
+    assert main(["data", "stats", job, "--json"]) == 0
+    (part,) = json.loads(capsys.readouterr().out)
+    assert (part["documents"], part["tokens"], part["duplicates"], part["cut_share"]) == (6, 144, 5, 0.0)
+    assert part["vocabulary_seen"] == len(set("[user]6+1?[assistant]7")) + 1  # and the end
+    assert main(["data", "stats", job]) == 0
+    rows = dict(re.findall(r"│ (\S[^│]*?) +│ (\S[^│]*?) +│", capsys.readouterr().out))
+    assert rows["documents"] == "6" and rows["tokens"] == "144" and rows["duplicates"] == "5 (83.3%)"
+    assert rows["longer than 64"] == "0.0%" and rows["lengths, percentiles"].endswith("100: 24")
+    assert rows["most frequent"].startswith("'s' 16.7%")

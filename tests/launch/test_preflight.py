@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from shardwise.launch import loopback, preflight
+from shardwise.launch.environment import RankEnvironment
 from shardwise.launch.host_report import HostReport, gpu_row
 from shardwise.launch.preflight import GIB, wrong_things
+from shardwise.launch.process_group import ALONE
+from shardwise.testing.world import WorldPool
 
 GPU = gpu_row("0, NVIDIA H100 80GB HBM3, 4, 81559, 31, 0, Not Active, Not Active")
 WELL = HostReport(
@@ -23,6 +31,28 @@ WELL = HostReport(
     link_promised=12.5e9,
     gpus=[GPU],
 )
+
+
+def exchanged(output: Path) -> list[HostReport]:
+    """Exchange reports as hosts of a rank each do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return preflight._exchange(RankEnvironment(rank, size, 0, 1, loopback.ADDRESS, 0, "torchrun"), output)
+
+
+def test_hosts_report_what_they_find(world_pool: WorldPool, tmp_path: Path) -> None:
+    """The first one gathers it, with what it measures of the link to each; nothing is left in the directory."""
+    (first, second), nothing = world_pool.run(2, exchanged, tmp_path / "run")
+    assert nothing == [] and not list(tmp_path.iterdir())
+    assert first.link_measured == 0 < second.link_measured
+    for report in (first, second):
+        assert report.versions["torch"] == torch.__version__
+        assert 0 < report.disk_free <= report.disk_total and report.disk_rate > 0
+        assert 0 < report.memory_available <= report.memory_total
+        assert abs(report.clock - time.time()) < 60
+    (lone,) = preflight._exchange(ALONE, tmp_path)
+    assert replace(lone, clock=0, disk_rate=0, disk_free=0, memory_available=0, shared_free=0, swap_used=0) == replace(
+        first, clock=0, disk_rate=0, disk_free=0, memory_available=0, shared_free=0, swap_used=0
+    )
 
 
 def test_hosts_in_order_have_no_line() -> None:
