@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from shardwise.data.streaming.block_cache import BlockCache
 from shardwise.data.streaming.definition import Position, StreamDefinition
@@ -15,7 +16,9 @@ from shardwise.data.streaming.producer import StreamReader, joined_tokens
 from shardwise.data.streaming.workers import Encoder
 from shardwise.data.text_encoder import TextEncoder
 from shardwise.errors import DataError
-from tests.data.streaming.sources import KINDS, byte_tokenizer, define, documents, first_tokens, opened, write
+from shardwise.job.sources import load_job
+from shardwise.testing.oracle_stream import StreamSource
+from tests.data.streaming.sources import KINDS, SEED, byte_tokenizer, define, documents, first_tokens, opened, write
 
 
 def read_here(definition: StreamDefinition, directory: Path, count: int, position: Position = Position()) -> np.ndarray:  # noqa: B008
@@ -35,6 +38,15 @@ def test_each_kind_of_shard_makes_the_defined_stream(kind: str, tmp_path: Path) 
     write(tmp_path / "source", kind, contents)
     tokens = read_here(define(tmp_path / "source"), tmp_path, 6000)  # more than two passes
     assert tokens.tolist() == first_tokens(contents, 6000)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<end>")
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    data = {"path": str(tmp_path / "source"), "streaming": True, "tokenizer": str(tmp_path / "tokenizer")}
+    if kind == "dataset":
+        data["format"] = kind
+    data |= {"sequence_length": 50, "validation_fraction": 0.2, "validation_sequences": 2, "shuffle_buffer_size": 16}
+    oracle = StreamSource(load_job({"data": data, "training": {"seed": SEED}}), data["tokenizer"])
+    read = oracle.rows(range(119)).inputs["input_ids"]
+    assert read.flatten().tolist() == first_tokens(contents, 5950)
 
 
 def test_ranks_share_bounded_blocks_and_go_on_from_a_position(tmp_path: Path) -> None:
