@@ -199,6 +199,10 @@ def test_take_overrides_keeps_the_other_words() -> None:
         ({"training": {"steps": True}}, "training.steps=True: must be a number"),
         ({"precision": {"loss_scale": {"init_scale": False}}}, "loss_scale.init_scale=False: must be a number"),
         ({"training": 3}, "training=3: must be a section with keys of its own; known: steps, "),
+        (
+            {"training": {"batch_size_schedule": [{"until_samples": 32}]}},
+            "training.batch_size_schedule[0].sequences_per_step is missing beside {'until_samples': 32}",
+        ),
         ({"model": {"dropout": 1.5}}, "model.dropout=1.5: must be less than or equal to 1; use 1"),
         ({"precision": {"compute": "bf61"}}, "must be 'auto', 'fp64', 'fp32', 'bf16' or 'fp16'; use bf16"),
         ({"precision": {"compute": "fp8"}}, "'bf16' or 'fp16'; or set precision.fp8"),
@@ -212,7 +216,7 @@ def test_take_overrides_keeps_the_other_words() -> None:
             {"optimizer": {"groups": [{"parameters": ["a"], "learning_rate": True}]}},
             "optimizer.groups[0].learning_rate=True: must be a valid number",
         ),
-        ({"optimizer": {"groups": [{"weight_decay": 0.0}]}}, "optimizer.groups[0].parameters="),
+        ({"optimizer": {"groups": [{"weight_decay": 0.0}]}}, "optimizer.groups[0].parameters is missing"),
         ({"observe": {"profile": [1, "b"]}}, "observe.profile[1]='b': must be a valid integer"),
     ],
 )  # fmt: skip

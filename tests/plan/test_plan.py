@@ -56,6 +56,25 @@ def test_the_rules_are_shown_whatever_the_width(width: int) -> None:
     assert max(map(len, file.getvalue().splitlines())) <= width
 
 
+def test_what_only_some_plans_have_is_a_row_of_theirs() -> None:
+    sections = {
+        "parallel": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
+        "training": {
+            "batch_size_schedule": [{"sequences_per_step": 4, "until_samples": 32}],
+            "sequences_per_step": 8,
+            "steps": 64,
+        },
+    }
+    derived = plan(sections, World(8, "cpu", 4, hosts=2))
+    file = io.StringIO()
+    Console(file=file, width=200).print(plan_table(derived))
+    cells = [[cell.strip() for cell in line.split("│")] for line in file.getvalue().splitlines()]
+    rows = {line[1]: line[2] for line in cells if len(line) > 3}
+    assert rows["stages"].endswith(" blocks") and " + " in rows["stages"]
+    assert rows["batch_size_schedule"] == "4 up to sample 32, then 8"
+    assert rows["context_method"] == derived.context_method and rows["collectives"] == derived.collectives
+
+
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (6, 1), (64, 10), (12_006, 2000), (1_000_000, 2000)])
 def test_warmup_is_a_share_of_the_steps(steps: int, warmup: int) -> None:
     derived = plan({"training": {"steps": steps}})

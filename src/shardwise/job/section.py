@@ -151,6 +151,8 @@ def _line(root: type[Section], key: str, items: list[dict[str, Any]]) -> str:
     first = items[0]
     if first["type"] == "extra_forbidden":
         return f"unknown key {key}={first['input']!r}.{suggestion(root, key)}"
+    if first["type"] == "missing":
+        return f"{key} is missing beside {first['input']!r}"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{key}={first['input']!r}: must be a section with keys of its own; known: {listed_fields(root, key)}"
     rules = dict.fromkeys(item["msg"].removeprefix("Input should be ").partition(", unable")[0] for item in items)

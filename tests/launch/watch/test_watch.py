@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import UNITS, IssuedCollective, RankRecord, RecordedPlace, WorkUnit
+from shardwise.launch.watch import flight_recorder
 from shardwise.launch.watch.announced import announced_ranks
 from shardwise.launch.watch.flight_recorder import PendingCollective, issued_name, pending_collective
 from shardwise.launch.watch.hosts import HostExchange
@@ -68,6 +73,39 @@ def test_the_collective_of_a_gpu_is_named() -> None:
     assert issued_name(pending, issued) == "all_gather of layers.7 over shard"
     assert issued_name(pending, issued[:1]) == "all_gather_base 42 of the group shard"
     assert pending_collective({"entries": [entry]}) is None
+
+
+def test_a_rank_answers_with_the_collective_its_gpu_waits_in(tmp_path: Path) -> None:
+    """A question that torch's record does not suit has no answer; the thread ends with the run's directory."""
+    pipe, answer, record = tmp_path / "pipe", tmp_path / "run" / "answer", RankRecord(0)
+    answer.parent.mkdir()
+    entry = {
+        "record_id": 0, "process_group": ["3", "shard"], "collective_seq_id": 41, "state": "started",
+        "profiling_name": "nccl:_all_gather_base", "time_created_ns": 1000,
+    }  # fmt: skip
+    assert not flight_recorder.ask(pipe)  # there is no pipe yet
+    dumps = [{"entries": [entry]}, {"entries": [{}]}, {}, {}]
+    with mock.patch.object(flight_recorder, "flight_record", side_effect=dumps):
+        flight_recorder.answer_questions(pipe, answer, record)
+        assert ask_until(pipe, answer) == {"collective": "all_gather_base 41 of the group shard", "created": 1000}
+        assert ask_until(pipe, answer) == {"collective": "", "created": 0}  # the second is passed over
+        shutil.rmtree(answer.parent)
+        end = time.monotonic() + 20
+        while any(thread.name == "shardwise-flight" for thread in threading.enumerate()) and time.monotonic() < end:
+            flight_recorder.ask(pipe)
+            time.sleep(0.02)
+    assert not any(thread.name == "shardwise-flight" for thread in threading.enumerate())
+
+
+def ask_until(pipe: Path, answer: Path) -> dict[str, Any]:
+    """Ask until there is an answer, and take it away."""
+    end = time.monotonic() + 20
+    while not answer.exists() and time.monotonic() < end:
+        flight_recorder.ask(pipe)
+        time.sleep(0.05)
+    told: dict[str, Any] = json.loads(answer.read_text())
+    answer.unlink()
+    return told
 
 
 def test_a_collective_inside_of_another_ends_before_it() -> None:
