@@ -24,7 +24,7 @@ from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, World, resolve
 from shardwise.planner.formulas.memory import estimate, moments, worst_imbalance
-from shardwise.planner.formulas.shapes import local_elements
+from shardwise.planner.formulas.shapes import local_elements, split_backward_features, weights_put_off
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
@@ -129,6 +129,19 @@ def test_sharding_divides_the_states() -> None:
 def test_replicas_do_not_divide_the_states() -> None:
     half = moments(*planned(4, parallel={"sharded_data_parallel_degree": 2}))[-1]
     assert half.parameters == moments(*planned(2))[-1].parameters
+
+
+SIXTEEN = {"gradient_accumulation": 8, "sequences_per_step": 16}
+
+
+@pytest.mark.parametrize(("pipeline", "waiting"), [("zbv", 4), ("zero_bubble", 2), ("interleaved", 0)])
+def test_weight_gradients_put_off_wait_with_inputs_and_outputs(pipeline: str, waiting: int) -> None:
+    """On pipeline rank 2 of four one backward of each rank before it waits; in a V two, of a mean of its stages."""
+    parallel = {"pipeline_parallel_degree": 4, "pipeline": pipeline, "virtual_pipeline_degree": 2}
+    plan, facts = planned(4, {**NEOX, "num_hidden_layers": 8}, parallel=parallel, training=SIXTEEN)
+    of_block = sum(sum(shape) for name, shape in facts.parameter_shapes.items() if ".0." in name and len(shape) == 2)
+    assert of_block > 0 and weights_put_off(plan, 2) == waiting
+    assert split_backward_features(facts, plan, 2) == waiting * of_block
 
 
 @pytest.mark.sampled(2)
