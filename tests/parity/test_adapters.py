@@ -179,7 +179,6 @@ def with_fault(job: Job, facts: ModelFacts) -> tuple[VerifyReport | None, Verify
         return whole, verify_one(job, 2, facts)
 
 
-@pytest.mark.slow
 def test_verify_names_adapters_that_are_scaled_twice(world_pool: WorldPool, corpora: Path) -> None:
     job = adapter_job(corpora, "gpt2", "shard 2", "dora", 0.3)
     whole, wrong = world_pool.run(2, with_fault, job, study(job))[0]

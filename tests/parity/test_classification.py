@@ -197,7 +197,7 @@ def test_a_head_is_put_on_a_language_model(world_pool: WorldPool, tmp_path: Path
     assert before["score.weight"].std() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("task", AUTO)
 def test_verify_proves_it(world_pool: WorldPool, tmp_path: Path, task: str) -> None:
     check_agrees(world_pool, 2, class_job("bert", task, tmp_path))

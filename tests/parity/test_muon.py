@@ -108,7 +108,6 @@ def test_it_goes_on_on_another_layout(world_pool: WorldPool, corpora: Path, tmp_
     assert resumed == pytest.approx(whole[2:], rel=1e-9)
 
 
-@pytest.mark.slow
 def test_orthogonalized_slices_are_noticed(world_pool: WorldPool, corpora: Path) -> None:
     report = world_pool.run(2, verify_with, muon_job(corpora), "muon_of_slices")[0]
     assert report is not None and not report.agrees

@@ -303,7 +303,6 @@ def references_of(job: Job) -> tuple[list[Tensor | None], list[Tensor | None], s
         return [batch.reference for batch in batches], computed, session.assembled.data.reference_note
 
 
-@pytest.mark.slow
 def test_precomputed_log_probabilities_are_kept(world_pool: WorldPool, preferences: Path, tmp_path: Path) -> None:
     def read(**keys: Any) -> tuple[list[Tensor], list[Tensor], str]:
         dpo = {"precompute_reference": True}
