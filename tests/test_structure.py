@@ -12,6 +12,8 @@ from tools import structure
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
+JUDGES = {"shardwise.testing.start_check"}  # beside the oracle's own modules
+JUDGED = ("parallel", "kernels", "collectives", "training")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,19 @@ def test_locals_have_the_noun_of_what_they_hold(trees: dict[str, ast.Module]) ->
 
 def test_imports_make_no_cycles(trees: dict[str, ast.Module]) -> None:
     assert structure.import_cycles(structure.import_graph(trees)) == []
+
+
+def test_the_oracle_reaches_nothing_of_what_it_judges(trees: dict[str, ast.Module]) -> None:
+    """Neither it nor anything that it imports, at any remove."""
+    graph = structure.import_graph(trees)
+    pending = [name for name in trees if name.startswith("shardwise.testing.oracle") or name in JUDGES]
+    reached: set[str] = set()
+    while pending:
+        module = pending.pop()
+        reached.add(module)
+        pending += graph[module] - reached
+    assert "shardwise.job.schema" in reached and reached.issuperset(JUDGES)
+    assert not [module for module in reached if structure.room(module) in JUDGED]
 
 
 def test_a_cycle_is_found_whole() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import sys
 from collections.abc import Callable
@@ -25,38 +24,6 @@ from shardwise.testing.fused_dropout import fused_dropout_off
 from shardwise.training.setup import study
 from tests.fork_server import call
 from tests.parity.jobs import make_job, make_module_job, write_tokens
-from tools import structure
-
-FORBIDDEN = ("parallel", "kernels", "collectives", "training", "memory", "precision")
-ORACLE = (
-    "oracle", "oracle_corpus", "oracle_data", "oracle_draws", "oracle_dropout", "oracle_rounding", "oracle_rows",
-    "oracle_start", "start_check",
-)  # fmt: skip
-HERE = Path(shardwise.__file__).parent
-
-
-# --- independence
-
-
-@pytest.mark.parametrize("name", ORACLE)
-def test_the_oracle_imports_nothing_of_what_it_judges(name: str) -> None:
-    tree = ast.parse((HERE / "testing" / f"{name}.py").read_text())
-    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    ours = {module.split(".")[1] for module in found if module.startswith("shardwise.")}
-    assert found and not ours & set(FORBIDDEN)
-
-
-def test_nor_does_anything_that_it_imports() -> None:
-    graph = structure.import_graph(structure.read_trees(HERE.parent))
-    reached, pending = set(), [f"shardwise.testing.{name}" for name in ORACLE]
-    while pending:
-        module = pending.pop()
-        reached.add(module)
-        pending += graph[module] - reached
-    assert "shardwise.job.schema" in reached
-    assert not [module for module in reached if structure.room(module) in FORBIDDEN]
-
 
 # --- numbers
 
