@@ -87,11 +87,15 @@ def test_processes_of_a_host(word: str | None, processes: int | None) -> None:
     assert host is not None and (host.index, host.hosts, host.processes) == (0, 1, processes)
 
 
-def test_hosts_that_come_and_go_are_torchruns() -> None:
-    with pytest.raises(MachineError, match="PET_NNODES=1:4: hosts that come and go are torchrun's"):
-        read_host({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "a:1"})
-    host = read_host(TRAINJOB | {"PET_NNODES": "4:4"})
-    assert host is not None and host.hosts == 4
+def test_hosts_may_come_and_go() -> None:
+    host = read_host(TRAINJOB | {"PET_NNODES": "2:4"})
+    assert host is not None and (host.index, host.hosts, host.least_hosts) == (2, 4, 2)
+    with pytest.raises(MachineError, match="PET_NNODES=2:4: a script has no state to go on from"):
+        host.refuse_elastic("a script")
+    stays = read_host(TRAINJOB | {"PET_NNODES": "4:4"})
+    assert stays is not None and (stays.hosts, stays.least_hosts) == (4, None)
+    with pytest.raises(MachineError, match="PET_NNODES=4:2: the fewest hosts"):
+        read_host(TRAINJOB | {"PET_NNODES": "4:2"})
 
 
 def test_skypilot() -> None:

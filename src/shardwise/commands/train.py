@@ -8,29 +8,34 @@ torchrun, Slurm or Open MPI this process is one of the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+
 from shardwise.commands.versions import untested_versions
 from shardwise.data.corpus import with_format
-from shardwise.errors import WorkerError
+from shardwise.errors import LegalityError, WorkerError
 from shardwise.job.schema import Job
 from shardwise.job.sources import require_job
 from shardwise.kernels.precision import without_instructions
+from shardwise.launch.elastic_hosts import ENDED, PAUSED, ElasticHosts, failed_outcome, is_pause
 from shardwise.launch.environment import RankEnvironment, detect, is_first_process
 from shardwise.launch.expected_world import engine_problem, expected_world, world_size
 from shardwise.launch.hosts import HostEnvironment, detect_host
 from shardwise.launch.job_group import Say, job_group, usable_backend
 from shardwise.launch.local import refuse_unguarded_script, run_local
+from shardwise.launch.signals import Forwarding
 from shardwise.launch.watch.watcher import WatchSettings
 from shardwise.model.adapter_config import with_adapter
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.callback import Callback
 from shardwise.observe.trackers import require_extras
 from shardwise.plan.draft import changed
+from shardwise.plan.fixed_batch import with_fixed_batch
 from shardwise.plan.plan import Plan, precheck, resolve
-from shardwise.training.checkpoints import after_restart, resume_hint
+from shardwise.training.checkpoints import after_restart, going_on, resume_hint
 from shardwise.training.output import check_output, check_resume, claim_output
 from shardwise.training.session import TrainingResult
 from shardwise.training.setup import prepare_data, study
@@ -66,39 +71,108 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     check_user_code(job, callbacks)
     is_reporting_rank = is_first_process()
     say = say if is_reporting_rank else _silent
+    is_elastic = host is not None and host.least_hosts is not None
     if is_reporting_rank:
-        check_output(job)
+        if not is_elastic:  # a host that comes back finds the run's own checkpoints
+            check_output(job)
         require_extras(job)
         for note in (*notes, *untested_versions(), *_launcher_notes(job, place, host)):
             say(f"note: {note}")
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
         check_can_be_sent(callbacks)
+    if host is not None and host.least_hosts is not None:
+        return _train_on_elastic_hosts(job, say, callbacks, host)
+    plan, backend = _made_ready(job, place, host, say)
+    with claim_output(job) if is_reporting_rank else nullcontext():
+        if place is not None:
+            return _worker(job, plan.world.device_type, backend, callbacks)
+        restarts = 0 if host is not None and host.hosts > 1 else job.parallel.max_restarts
+        return _run_workers(job, plan, backend, say, callbacks, host=host, max_restarts=restarts)
+
+
+def _made_ready(job: Job, place: RankEnvironment | None, host: HostEnvironment | None, say: Say) -> tuple[Plan, str]:
+    """Return the plan, and the backend to join with, once data and engine are there."""
     plan, facts = _plan(job, place, host, say)
     for note in _machine_notes(plan):
         say(f"note: {note}")
     prepare_data(
         job, facts, say if job.training.epochs is None else _silent
     )  # before the engine, which may have to be compiled
-    backend = usable_backend(plan, say)
-    with claim_output(job) if is_reporting_rank else nullcontext():
-        if place is not None:
-            return _worker(job, plan.world.device_type, backend, callbacks)
-        return _run_workers(job, plan, backend, say, callbacks, host)
+    return plan, usable_backend(plan, say)
+
+
+def _train_on_elastic_hosts(job: Job, say: Say, callbacks: Sequence[Callback], host: HostEnvironment) -> TrainingResult:
+    """Train in rounds, each with the hosts that are there, from where the one before has come to."""
+    job, note = with_fixed_batch(job, expected_world(job, None, host))
+    say(f"note: {host.least_hosts} to {host.hosts} hosts may take part; {note or 'the batch is the same on all.'}")
+    _check_numbers_of_hosts(job, host)
+    signals, claim = Forwarding(), ExitStack()
+    with claim, ElasticHosts(host, job.parallel.max_restarts) as hosts:
+        while True:
+            current = hosts.next_round()
+            place = hosts.place_in(current)
+            of_round = going_on(job) if current.goes_on else job
+            if current.goes_on:
+                say(f"note: {current.reason}: the run goes on with {place.hosts} of {host.hosts} hosts")
+            try:
+                if host.index == 0 and current.number == hosts.first_round:
+                    claim.enter_context(claim_output(of_round))
+                plan, backend = _made_ready(of_round, None, place, _silent)
+                result = _run_workers(
+                    of_round, plan, backend, _silent, callbacks, host=place, signals=signals,
+                    rendezvous=hosts.rendezvous(current), request_file=hosts.request_file,
+                )  # fmt: skip
+            except Exception as error:
+                hosts.report(failed_outcome(error), is_leaving=bool(signals.received))
+                continue
+            if signals.received or not is_pause(result.stopped):
+                hosts.report(PAUSED if is_pause(result.stopped) else ENDED)
+                return result
+            hosts.report(PAUSED)
+
+
+def _check_numbers_of_hosts(job: Job, host: HostEnvironment) -> None:
+    """Refuse a layout that some number of hosts cannot have.
+
+    Raises:
+        LegalityError: with that number, and the rule.
+    """
+    facts = study(job)
+    for count in range(host.least_hosts or 1, host.hosts + 1):
+        world = expected_world(job, None, replace(host, index=0, hosts=count, least_hosts=None))
+        try:
+            resolve(job, world, facts, None)
+        except LegalityError as error:
+            raise LegalityError(
+                f"PET_NNODES={host.least_hosts}:{host.hosts}: with {count} hosts, {world.size} ranks: {error}",
+                error.rule,
+            ) from error
 
 
 def _run_workers(
-    job: Job, plan: Plan, backend: str, say: Say, callbacks: Sequence[Callback], host: HostEnvironment | None
+    job: Job,
+    plan: Plan,
+    backend: str,
+    say: Say,
+    callbacks: Sequence[Callback],
+    *,
+    host: HostEnvironment | None,
+    max_restarts: int = 0,
+    signals: Forwarding | None = None,
+    rendezvous: RendezvousHandler | None = None,
+    request_file: Path | None = None,
 ) -> TrainingResult:
     try:
         return run_local(
             _worker,
-            (job, plan.world.device_type, backend, callbacks),
+            (job, plan.world.device_type, backend, callbacks, request_file),
             plan.world.local_size,
             device_type=plan.world.device_type,
-            forward_signals=True,
-            max_restarts=0 if host is not None and host.hosts > 1 else job.parallel.max_restarts,
+            forward_signals=signals or True,
+            max_restarts=max_restarts,
             host=host,
+            rendezvous=rendezvous,
             watch=_watch_settings(job),
         )[0]
     except WorkerError:
@@ -141,7 +215,7 @@ def _launcher_notes(job: Job, place: RankEnvironment | None, host: HostEnvironme
     if host is None:
         return
     workers = job.parallel.workers
-    if host.hosts > 1 and restarts:
+    if host.hosts > 1 and restarts and host.least_hosts is None:
         yield f"parallel.max_restarts={restarts} is not used on {host.hosts} hosts: {host.launcher} starts them again."
     if workers and host.processes not in (None, workers):
         yield f"parallel.workers={workers} is not used: {host.launcher} asks for {host.processes} ranks a host."
@@ -158,7 +232,13 @@ def _silent(text: str) -> None:
     pass
 
 
-def _worker(job: Job, device_type: str, backend: str, callbacks: Sequence[Callback] = ()) -> TrainingResult:
+def _worker(
+    job: Job,
+    device_type: str,
+    backend: str,
+    callbacks: Sequence[Callback] = (),
+    request_file: Path | None = None,
+) -> TrainingResult:
     """Train on one rank."""
     with job_group(job, device_type, backend) as device:
-        return train_rank(after_restart(job), device, callbacks)
+        return train_rank(after_restart(job), device, callbacks, request_file)

@@ -41,6 +41,7 @@ class HostEnvironment:
         processes: ranks of each host; None: the scheduler leaves it open.
         master_address, master_port: of host 0, where the hosts meet.
         launcher: who has set the variables, for messages.
+        least_hosts: with how many the job goes on, where hosts come and go; None: all of them stay.
     """
 
     index: int
@@ -49,6 +50,19 @@ class HostEnvironment:
     master_address: str
     master_port: int
     launcher: str
+    least_hosts: int | None = None
+
+    def refuse_elastic(self, what: str) -> None:
+        """Refuse hosts that come and go for what they cannot be used for.
+
+        Raises:
+            MachineError: this is one of them.
+        """
+        if self.least_hosts is not None:
+            raise MachineError(
+                f"PET_NNODES={self.least_hosts}:{self.hosts}: {what} has no state to go on from when a host goes away; "
+                f"start `shardwise train`, or set PET_NNODES={self.hosts}"
+            )
 
 
 def detect_host() -> HostEnvironment | None:
@@ -77,14 +91,8 @@ def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:
     """Read PET_*, the defaults of torchrun's options, which Kubeflow's controllers and JobSets give to each pod."""
     if "PET_NNODES" not in variables:
         return None
-    least, _, most = variables["PET_NNODES"].partition(":")
-    if most and most != least:
-        raise MachineError(
-            f"PET_NNODES={variables['PET_NNODES']}: hosts that come and go are torchrun's to join; start "
-            "`torchrun --no-python shardwise train JOB.yaml`, which reads the same variables"
-        )
-    hosts = whole_number_of({"PET_NNODES": least}, "PET_NNODES")
-    if "RANK" in variables and variables.get("WORLD_SIZE") == least and variables.get("PET_NPROC_PER_NODE") == "1":
+    least, hosts = _range_of_hosts(variables["PET_NNODES"])
+    if "RANK" in variables and variables.get("WORLD_SIZE") == str(hosts) and variables.get("PET_NPROC_PER_NODE") == "1":
         return None  # a pod of a PyTorchJob that is one rank
     first = "0" if hosts == 1 else None
     index = variables.get("PET_NODE_RANK") or variables.get("JOB_COMPLETION_INDEX") or first
@@ -98,7 +106,18 @@ def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:
         master_address=text_of(known, "PET_MASTER_ADDR"),
         master_port=whole_number_of(known, "PET_MASTER_PORT"),
         launcher="the PET variables",
+        least_hosts=None if least == hosts else least,
     )
+
+
+def _range_of_hosts(text: str) -> tuple[int, int]:
+    """Return the fewest and the most hosts of a job; `2` is a job of two that stay."""
+    least, _, most = text.partition(":")
+    fewest = whole_number_of({"PET_NNODES": least}, "PET_NNODES")
+    greatest = whole_number_of({"PET_NNODES": most or least}, "PET_NNODES")
+    if not 0 < fewest <= greatest:
+        raise MachineError(f"PET_NNODES={text}: the fewest hosts are at least 1 and at most the most; use e.g. 2:4")
+    return fewest, greatest
 
 
 def _processes(text: str | None) -> int | None:

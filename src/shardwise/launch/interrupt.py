@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -58,6 +59,9 @@ def take_interrupts() -> None:
 class Interrupt:
     """While entered, `reason` says which signal asked this rank to stop, or is None.
 
+    The launcher may ask too, by a file that it writes its reason into: a signal would end a rank that has left its
+    steps meanwhile.
+
     A second SIGTERM ends the process as if there were no handler: whoever sends it does not want to wait for the
     checkpoint. Outside of the main thread, where Python takes no handlers, nothing is installed.
 
@@ -65,11 +69,18 @@ class Interrupt:
     the same request arriving once more would end a process that is about to end well.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.reason: str | None = None
-        self._rank = rank
+    def __init__(self, rank: int, request_file: Path | None = None) -> None:
+        self._signalled: str | None = None
+        self._rank, self._request_file = rank, request_file
         self._terminated: float | None = None  # when the first SIGTERM came
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank is to stop; None: it is not."""
+        if self._signalled is not None or self._request_file is None or not self._request_file.exists():
+            return self._signalled
+        return self._request_file.read_text(encoding="utf-8")
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
@@ -80,7 +91,7 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            if self.reason is None or handler not in (signal.SIG_DFL, None):  # None: a handler not of Python's
+            if self._signalled is None or handler not in (signal.SIG_DFL, None):  # None: a handler not of Python's
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
@@ -91,5 +102,5 @@ class Interrupt:
             elif time.monotonic() - self._terminated >= SAME_REQUEST_SECONDS:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGTERM)
-        if self.reason is None:
-            self.reason = f"{signal.Signals(number).name} received by rank {self._rank}"
+        if self._signalled is None:
+            self._signalled = f"{signal.Signals(number).name} received by rank {self._rank}"

@@ -27,6 +27,7 @@ import torch
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from shardwise.errors import ConfigError, MachineError, ShardwiseError, require_type
 from shardwise.launch import descendants, failure, loopback
@@ -37,7 +38,7 @@ from shardwise.launch.interrupt import SIGNALS as FORWARDED
 from shardwise.launch.interrupt import take_interrupts
 from shardwise.launch.process_group import waits_for_peers
 from shardwise.launch.rendezvous import exchange_of, rendezvous_of
-from shardwise.launch.signals import forwarding
+from shardwise.launch.signals import Forwarding, forwarding
 from shardwise.launch.watch.announced import announce_rank
 from shardwise.launch.watch.watcher import DEFAULTS, WatchSettings, watched
 from shardwise.observe.standard_streams import flush_or_leave, secure_streams
@@ -55,15 +56,16 @@ def run_local(
     workers: int,
     *,
     device_type: str = "cpu",
-    forward_signals: bool = False,
+    forward_signals: bool | Forwarding = False,
     max_restarts: int = 0,
     host: HostEnvironment | None = None,
+    rendezvous: RendezvousHandler | None = None,
     watch: WatchSettings = DEFAULTS,
 ) -> list[Any]:
     """Calls `function(*args)` in `workers` new processes with torch's rank variables set; their results by rank.
 
     `host` is this host's place among several, each of which starts as many workers: their ranks follow one another, and
-    the results are those of this host.
+    the results are those of this host. `rendezvous` is how they meet, where not at the address of host 0.
 
     `watch` says when a step takes so long that the launcher says where the ranks are.
 
@@ -72,7 +74,7 @@ def run_local(
 
     Ctrl-C and deadly signals end the run. With `forward_signals` SIGTERM and SIGUSR1 are passed on to the workers
     instead, as is SIGHUP unless it is ignored here; they may heed them and return as usual. A SIGTERM that comes later
-    than two seconds after the first ends the run.
+    than two seconds after the first ends the run. What was received stands in a `Forwarding` that is given.
 
     Raises:
         ConfigError: an argument is of another type or cannot be pickled, or a script without a guard has called this
@@ -89,10 +91,12 @@ def run_local(
     try:
         with ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-run-")))  # mode 0700
-            for surrounding in (_own_children_ended(), _signals_handled(forward_signals), _elastic_log_hidden()):
+            for surrounding in (_own_children_ended(), _signals_handled(bool(forward_signals)), _elastic_log_hidden()):
                 stack.enter_context(surrounding)
-            signals = stack.enter_context(forwarding()) if forward_signals else None
-            spec = _spec((directory, forward_signals, function, args), workers, max_restarts, host)
+            given = forward_signals if isinstance(forward_signals, Forwarding) else None
+            signals = stack.enter_context(forwarding(given)) if forward_signals else None
+            call = directory, bool(forward_signals), function, args
+            spec = _spec(call, workers, max_restarts, rendezvous or rendezvous_of(host))
             stack.callback(spec.rdzv_handler.shutdown)
             agent = Agent(spec, _logs(directory, workers, host), directory, signals, **_patience())
             stack.enter_context(watched(watch, directory, agent.reports, exchange_of(spec.rdzv_handler)))
@@ -129,13 +133,13 @@ def refuse_unguarded_script(caller: str) -> None:
         raise SystemExit(UNGUARDED_EXIT)
 
 
-def _spec(call: Call, workers: int, max_restarts: int, host: HostEnvironment | None) -> WorkerSpec:
+def _spec(call: Call, workers: int, max_restarts: int, rendezvous: RendezvousHandler) -> WorkerSpec:
     return WorkerSpec(
         role="shardwise",
         local_world_size=workers,
         entrypoint=_work,
         args=(call,),
-        rdzv_handler=rendezvous_of(host),
+        rdzv_handler=rendezvous,
         max_restarts=max_restarts,
         monitor_interval=0.1,
         local_addr=loopback.ADDRESS,

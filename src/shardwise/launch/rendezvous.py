@@ -165,8 +165,12 @@ class HostRendezvous(KnownRendezvous):
 
 
 def _error_of(said: dict[str, str]) -> ShardwiseError:
-    """Return the error of another host; of the same class where it is one of ours."""
-    kind = getattr(errors, said["kind"], WorkerError)
-    error: ShardwiseError = kind(f"host {said['host']} failed: {said['message']}")
-    error.exit_code = int(said["code"])
+    """Return the error of another host."""
+    return error_named(said["kind"], f"host {said['host']} failed: {said['message']}", int(said["code"]))
+
+
+def error_named(name: str, message: str, exit_code: int) -> ShardwiseError:
+    """Return an error that another process had; of the same class where it is one of ours."""
+    error: ShardwiseError = getattr(errors, name, WorkerError)(message)
+    error.exit_code = exit_code
     return error

@@ -46,9 +46,12 @@ class Forwarding:
 
 
 @contextmanager
-def forwarding() -> Iterator[Forwarding]:
-    """Takes these signals meanwhile. Outside of the main thread, where Python takes no handlers, nothing changes."""
-    signals = Forwarding()
+def forwarding(signals: Forwarding | None = None) -> Iterator[Forwarding]:
+    """Takes these signals meanwhile, into `signals` where they are given.
+
+    Outside of the main thread, where Python takes no handlers, nothing changes.
+    """
+    signals = signals or Forwarding()
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return

@@ -92,6 +92,8 @@ def launch_script(script: Script, workers: int | None, is_joined: bool = True) -
         _execute(script, environment.local_world_size)
         return
     host = detect_host() if is_joined else None
+    if host is not None:
+        host.refuse_elastic("a script")
     gpus = torch.cuda.device_count() if script.device_type == "cuda" else 0
     count = (None if host is None else host.processes) or workers or gpus or CPU_WORKERS
     if script.device_type == "cuda" and not gpus:

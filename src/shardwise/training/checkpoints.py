@@ -24,8 +24,13 @@ def after_restart(job: Job) -> Job:
     An elastic agent counts its restarts, and Slurm those of a job that was requeued.
     """
     again = any(int(os.environ.get(count) or 0) > 0 for count in RESTART_COUNTS)
+    return going_on(job) if again else job
+
+
+def going_on(job: Job) -> Job:
+    """Return the job as it goes on from its newest checkpoint, where there is one."""
     named = job.checkpoint.resume != "none"  # a run that started from a named checkpoint does so until it has its own
-    if not again or (named and next(complete(checkpoint_store(job)), None) is None):
+    if named and next(complete(checkpoint_store(job)), None) is None:
         return job
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,13 +19,18 @@ from shardwise.training.step import StepResult
 MOST_SKIPPED = 50  # non-finite steps in a row after which training cannot be going anywhere
 
 
-def train_rank(job: Job, device: torch.device, callbacks: Sequence[Callback] = ()) -> TrainingResult:
-    """Train `job` on this rank; the process group exists and the output directory is claimed. Collective."""
+def train_rank(
+    job: Job, device: torch.device, callbacks: Sequence[Callback] = (), request_file: Path | None = None
+) -> TrainingResult:
+    """Train `job` on this rank; the process group exists and the output directory is claimed. Collective.
+
+    `request_file` is where the launcher asks to stop after a step.
+    """
     with Session(job, callbacks=callbacks, device=device) as session:
         session.restore()
         session.callbacks.extend(observers(session.assembled))
         session.start()
-        with Interrupt(session.rank) as interrupt:
+        with Interrupt(session.rank, request_file) as interrupt:
             return Trainer(session, interrupt).run()
 
 
