@@ -8,7 +8,7 @@ from typing import BinaryIO
 import xxhash
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES, OLDER, Manifest
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import ReadableStore
 from shardwise.errors import DamagedError
 
 
@@ -19,7 +19,7 @@ class CheckedFile:
         DamagedError: on any read that meets a missing, short or damaged file; it names the file and the tensors.
     """
 
-    def __init__(self, store: Store, name: str, file: str, manifest: Manifest) -> None:
+    def __init__(self, store: ReadableStore, name: str, file: str, manifest: Manifest) -> None:
         self.store, self.name, self.file, self.manifest = store, name, file, manifest
         self.record = manifest.files[file]
         self._handle: BinaryIO | None = None

@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.adapters import hash_of_base
-from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left, read_manifest
+from shardwise.checkpoint.catalog import checkpoints, complete, named_checkpoint, none_left, read_manifest
+from shardwise.checkpoint.host_memory import MemoryStore
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
 from shardwise.checkpoint.source_changes import source_changes
@@ -32,7 +33,7 @@ from shardwise.checkpoint.state import (
     state_keys,
 )
 from shardwise.checkpoint.storage_read import ChunkLoadPlanner, SafetensorsReader
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import ReadableStore, Store
 from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
@@ -66,8 +67,11 @@ def restore(
     store: Store,
     data: Mapping[str, Any],
     say: Say = lambda text: None,
+    memory: MemoryStore | None = None,
 ) -> Restored | None:
     """Bring a run to where the checkpoint that its job asks for had come; None where there is none. Collective.
+
+    `memory` is the state in the hosts' memory, taken where no checkpoint in the store is newer.
 
     With `checkpoint.resume: auto` a checkpoint that turns out damaged while it is read is passed over for an older one,
     as are those whose files are missing or cut short; `say` is told which and why.
@@ -77,6 +81,8 @@ def restore(
         CheckpointError: the named checkpoint is not complete, or the newest is of another model or data.
     """
     wanted = model.plan.job.checkpoint.resume
+    if memory is not None and memory.name >= max(checkpoints(store), default=""):
+        return _read(model, optimizer, scaler, memory, memory.name, memory.manifest, data, say)
     if wanted == "none":
         return None
     if wanted != "auto":
@@ -103,7 +109,7 @@ def _read(
     model: ParallelModel,
     optimizer: Optimizer,
     scaler: LossScaler,
-    store: Store,
+    store: ReadableStore,
     name: str,
     manifest: Manifest,
     data: Mapping[str, Any],
@@ -134,7 +140,7 @@ def _read(
     return Restored(path, manifest.progress)
 
 
-def _fill(chunks: Sequence[TensorChunk], store: Store, name: str, manifest: Manifest) -> None:
+def _fill(chunks: Sequence[TensorChunk], store: ReadableStore, name: str, manifest: Manifest) -> None:
     """Read a checkpoint's values into chunks. Collective."""
     try:
         with torch.no_grad():

@@ -8,36 +8,24 @@ agree on it.
 
 from __future__ import annotations
 
-import platform
 import threading
 import uuid
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch.distributed.checkpoint.api import CheckpointException
 
-import shardwise
-from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import Retention, checkpoint_name
-from shardwise.checkpoint.manifest import (
-    BLOCK_BYTES,
-    AdapterRecord,
-    FileRecord,
-    Manifest,
-    Progress,
-    Scaler,
-    TensorRecord,
-    written_version,
-)
+from shardwise.checkpoint.description import RunDescription
+from shardwise.checkpoint.manifest import BLOCK_BYTES, Progress
 from shardwise.checkpoint.staging import Source, Staging, Straight
-from shardwise.checkpoint.state import Optimizer, leaves_out_base, snapshot
+from shardwise.checkpoint.state import Optimizer, snapshot
 from shardwise.checkpoint.storage_write import (
     ChunkSavePlanner,
     Describe,
@@ -48,8 +36,6 @@ from shardwise.checkpoint.storage_write import (
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.kernels.precision import LossScaler
-from shardwise.model.adapter_config import adapter_config, adapter_settings
-from shardwise.model.routers import config_as_given
 from shardwise.parallel.model import ParallelModel
 
 SYNCHRONOUS_BYTES = 1 << 24  # of staging from a GPU, where training waits anyway
@@ -64,7 +50,8 @@ class Checkpointer:
     """
 
     def __init__(self, model: ParallelModel, optimizer: Optimizer, store: Store, data: dict[str, Any]) -> None:
-        self.model, self.optimizer, self.store, self.data = model, optimizer, store, data
+        self.model, self.optimizer, self.store = model, optimizer, store
+        self.description = RunDescription(model, data)
         self.settings = model.plan.job.checkpoint
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)  # the writing thread's own: nothing may overtake
         self.retention = Retention(self.settings, model.plan.job.evaluation)
@@ -95,7 +82,7 @@ class Checkpointer:
         lead = torch.frombuffer(bytearray(safetensors_header(chunks)), dtype=torch.uint8)
         parts = [lead, *(chunk.tensor for chunk in chunks)]
         planner = ChunkSavePlanner(f"rank-{dist.get_rank():05d}.safetensors", chunks, taken.scalars, lead.numel())
-        describe = self._describer(progress, scaler)
+        describe = self.description.describer(progress, scaler)
         if not self.settings.asynchronous and self.model.device.type == "cpu":
             self._write(name, planner, Straight(parts), describe)
         else:
@@ -182,63 +169,6 @@ class Checkpointer:
             self._staging = Staging(wanted, pinned=self.model.device.type == "cuda")
         self._staging.allow(wanted)
         return self._staging
-
-    def _describer(self, progress: Progress, scaler: LossScaler) -> Describe:
-        """The manifest's maker, with everything that changes as training goes on read now."""
-        plan, module = self.model.plan, self.model.module
-        state = Scaler(scale=scaler.scale, good_steps=scaler.good_steps, hysteresis=scaler.hysteresis)
-        adapter = self._adapter()
-        ties = {first: list(others) for first, *others in self.model.facts.ties}
-        facts = self.model.facts
-        config = config_as_given(module, facts.adds_balancing_loss).to_dict() if facts.has_config else None
-        generation: Any = getattr(module, "generation_config", None) if config is not None else None
-
-        def describe(
-            scalars: dict[str, Any], tensors: dict[str, TensorRecord], files: dict[str, FileRecord]
-        ) -> Manifest:
-            return Manifest(
-                progress=progress,
-                scaler=state,
-                optimizer=plan.job.optimizer.name,
-                optimizer_scalars=scalars,
-                tensors=tensors,
-                ties=ties,
-                version=written_version(progress, adapter, tensors),
-                adapter=adapter,
-                files=files,
-                job=plan.job.model_dump(mode="json"),
-                plan=plan.to_dict(),
-                data=self.data,
-                config=config,
-                generation=None if generation is None else generation.to_diff_dict(),
-                versions=versions(),
-                written=datetime.now(UTC).isoformat(timespec="seconds"),
-            )
-
-        return describe
-
-    def _adapter(self) -> AdapterRecord | None:
-        """Return what a manifest says of the adapters and their base. Collective where it is a directory."""
-        job, facts = self.model.plan.job, self.model.facts
-        if not facts.adapters:
-            return None
-        config = adapter_config(job, adapter_settings(job.adapter), facts.adapters)
-        base = job.model.path if leaves_out_base(self.model) else None
-        base_hash = hash_of_base(base) if base is not None else ""
-        return AdapterRecord(
-            config=config, layers=facts.adapters, base=base or "", base_hash=base_hash, packed=dict(facts.packed)
-        )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of everything that decides what a run computes."""
-    return {
-        "shardwise": shardwise.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
 
 
 def named(failure: BaseException, where: str) -> ShardwiseError:

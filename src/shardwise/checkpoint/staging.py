@@ -192,7 +192,7 @@ class Straight:
     def drain(self) -> Iterator[memoryview]:
         """The stream in runs, none of them across the end of a block."""
         for run in _tensor_bytes(_versions(self._parts)):
-            yield memoryview(run.content.numpy())  # type: ignore[arg-type]
+            yield memoryview(run.content.cpu().numpy())  # type: ignore[arg-type]
 
     def cancel(self) -> None:
         """Nobody waits at the other end."""

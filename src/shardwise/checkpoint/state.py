@@ -55,14 +55,17 @@ def kept_shapes(model: ParallelModel) -> dict[str, tuple[int, ...]]:
     return model.facts.trained_shapes if leaves_out_base(model) else model.facts.parameter_shapes
 
 
-def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
-    """Return what this rank owns of the run's state, as it is now; tensors are not copied, but for buffers."""
+def snapshot(model: ParallelModel, optimizer: Optimizer, held: bool = False) -> Snapshot:
+    """Return what this rank owns of the run's state, as it is now; tensors are not copied, but for buffers.
+
+    `held`: what it holds, whichever rank owns it.
+    """
     chunks: list[TensorChunk] = []
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
     forms = {entry.name: forms_of(optimizer, local) for entry, local in optimizer.locals}
     averages = model.ema.values if model.ema is not None else {}
-    for entry, local in _owned(model):
+    for entry, local in _held(model) if held else _owned(model):
         chunks += _chunks("model", entry, local)
         if entry.name in averages:
             chunks += _chunks(AVERAGE.rstrip("/"), entry, averages[entry.name])
@@ -72,10 +75,11 @@ def snapshot(model: ParallelModel, optimizer: Optimizer) -> Snapshot:
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
             elif key in forms[entry.name]:
                 form = forms[entry.name][key]
-                chunks += _form_chunks(f"optimizer/{key}/{entry.name}", form, value, form.owned)
+                regions = form.regions if held else form.owned
+                chunks += _form_chunks(f"optimizer/{key}/{entry.name}", form, value, regions)
             elif value is not None:
                 chunks += _state_chunks(f"optimizer/{key}", entry, local, value)
-    if dist.get_rank() == 0:
+    if held or dist.get_rank() == 0:
         # A forward may change them (running statistics), unlike the rest, and they are small.
         chunks += [_whole(f"buffer/{name}", buffer.clone()) for name, buffer in persistent_buffers(model.module)]
     return Snapshot([*chunks, *random_chunks(model.device, dist.get_rank())], scalars)
@@ -204,16 +208,17 @@ def _scalar(value: float, dtype: str) -> float | Tensor:
     return value if dtype == NUMBER else torch.tensor(value, dtype=TORCH_DTYPES[dtype])
 
 
+def _held(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
+    kept = kept_shapes(model)
+    return [(entry, entry.local) for entry in model.tensor_map if entry.local.numel() and entry.name in kept]
+
+
 def _owned(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:
     """Entries that this rank writes. Ranks that hold the same slices share them out alike, so each has one writer."""
     owned: list[tuple[ParameterEntry, Tensor]] = []
     # Copies, and the axis along which they are split -> bytes given to each of the ranks that hold the same.
     load: dict[tuple[int, Axis | None], list[int]] = {}
-    kept = kept_shapes(model)
-    for entry in model.tensor_map:
-        local = entry.local
-        if not local.numel() or entry.name not in kept:
-            continue
+    for entry, local in _held(model):
         axis = entry.split.axis if entry.split else None
         shares = load.setdefault((entry.replication, axis), [0] * entry.replication)
         writer = shares.index(min(shares))

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import Manifest, Slice
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.stores import ReadableStore
 from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES, TensorChunk
 from shardwise.errors import DamagedError
 
@@ -82,7 +82,7 @@ def read_items(chunk: TensorChunk, metadata: Metadata) -> list[ReadItem]:
 class SafetensorsReader(StorageReader):
     """Reads slices of a checkpoint, and checks every block that it touches."""
 
-    def __init__(self, store: Store, name: str, manifest: Manifest) -> None:
+    def __init__(self, store: ReadableStore, name: str, manifest: Manifest) -> None:
         self.store, self.name, self.manifest = store, name, manifest
 
     def reset(self, checkpoint_id: Any = None) -> None:

@@ -55,7 +55,7 @@ class ChunkSavePlanner(SavePlanner):
         pass
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([], planner_data=(self.file, _places(self.chunks, self.start), self.scalars))
+        return SavePlan([], planner_data=(self.file, places_of(self.chunks, self.start), self.scalars))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Join the ranks' plans.
@@ -89,7 +89,7 @@ class ChunkSavePlanner(SavePlanner):
         raise CheckpointError(f"{write_item.index.fqn} was planned by another planner; chunks have their own writer")
 
 
-def _places(chunks: Sequence[TensorChunk], first: int) -> list[Place]:
+def places_of(chunks: Sequence[TensorChunk], first: int) -> list[Place]:
     """Return what the manifest says of each: name, dtype, global shape, offset, own shape, first byte in the file."""
     return [
         (chunk.name, DTYPES[chunk.tensor.dtype], chunk.shape, chunk.offset, tuple(chunk.tensor.shape), start)
@@ -149,7 +149,7 @@ class SafetensorsWriter(StorageWriter):
             with self.store.create(self.name, self.planner.file) as handle:
                 for run in hashed(self.staging.drain(), record["hashes"]):
                     record["bytes"] += len(run)
-                    _write_all(handle, run)
+                    write_all(handle, run)
         except OSError as error:
             raise self._named(error) from error
         done.set_result([WriteResult(MetadataIndex(self.planner.file), record["bytes"], record)])
@@ -217,7 +217,7 @@ def hashed(stream: Iterable[memoryview], hashes: list[str]) -> Iterator[memoryvi
         hashes.append(block.hexdigest())
 
 
-def _write_all(handle: BinaryIO, block: memoryview) -> None:
+def write_all(handle: BinaryIO, block: memoryview) -> None:
     """Unbuffered files may take less than they are given."""
     while block:
         block = block[handle.write(block) :]

@@ -23,10 +23,18 @@ from shardwise.job.schema import Job
 DIRECTORY = "checkpoints"  # in the output directory, where the job names no other
 
 
-class Store(Protocol):
-    """Checkpoints under one root, by name."""
+class ReadableStore(Protocol):
+    """Files of checkpoints under one root."""
 
     root: str
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """A file for reading, seekable. Raises OSError."""
+        ...
+
+
+class Store(ReadableStore, Protocol):
+    """Checkpoints under one root, by name."""
 
     def claim(self, run: str) -> None:
         """Note that `run` writes here from now on."""
@@ -58,10 +66,6 @@ class Store(Protocol):
 
     def read(self, name: str, file: str) -> bytes:
         """A whole file. Raises OSError."""
-        ...
-
-    def open(self, name: str, file: str) -> BinaryIO:
-        """A file for reading, seekable. Raises OSError."""
         ...
 
     def sizes(self, name: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+from shardwise.checkpoint.host_memory import HostMemory
 from shardwise.commands.versions import untested_versions
 from shardwise.data.corpus import with_format
 from shardwise.errors import LegalityError, WorkerError
@@ -35,7 +36,7 @@ from shardwise.observe.trackers import require_extras
 from shardwise.plan.draft import changed
 from shardwise.plan.fixed_batch import with_fixed_batch
 from shardwise.plan.plan import Plan, precheck, resolve
-from shardwise.training.checkpoints import after_restart, going_on, resume_hint
+from shardwise.training.checkpoints import HostMemoryState, after_restart, going_on, refuse_memory, resume_hint
 from shardwise.training.output import check_output, check_resume, claim_output
 from shardwise.training.session import TrainingResult
 from shardwise.training.setup import prepare_data, study
@@ -72,6 +73,8 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     is_reporting_rank = is_first_process()
     say = say if is_reporting_rank else _silent
     is_elastic = host is not None and host.least_hosts is not None
+    if not is_elastic:
+        refuse_memory(job)
     if is_reporting_rank:
         if not is_elastic:  # a host that comes back finds the run's own checkpoints
             check_output(job)
@@ -107,8 +110,11 @@ def _train_on_elastic_hosts(job: Job, say: Say, callbacks: Sequence[Callback], h
     job, note = with_fixed_batch(job, expected_world(job, None, host))
     say(f"note: {host.least_hosts} to {host.hosts} hosts may take part; {note or 'the batch is the same on all.'}")
     _check_numbers_of_hosts(job, host)
-    signals, claim = Forwarding(), ExitStack()
-    with claim, ElasticHosts(host, job.parallel.max_restarts) as hosts:
+    signals = Forwarding()
+    with ExitStack() as stack:
+        ranks = expected_world(job, None, host).local_size if job.checkpoint.memory_every else 0
+        memory = stack.enter_context(HostMemory(ranks))
+        hosts = stack.enter_context(ElasticHosts(host, job.parallel.max_restarts))
         while True:
             current = hosts.next_round()
             place = hosts.place_in(current)
@@ -117,19 +123,20 @@ def _train_on_elastic_hosts(job: Job, say: Say, callbacks: Sequence[Callback], h
                 say(f"note: {current.reason}: the run goes on with {place.hosts} of {host.hosts} hosts")
             try:
                 if host.index == 0 and current.number == hosts.first_round:
-                    claim.enter_context(claim_output(of_round))
+                    stack.enter_context(claim_output(of_round))
                 plan, backend = _made_ready(of_round, None, place, _silent)
                 result = _run_workers(
                     of_round, plan, backend, _silent, callbacks, host=place, signals=signals,
                     rendezvous=hosts.rendezvous(current), request_file=hosts.request_file,
+                    memory=HostMemoryState(memory.places, current.snapshot) if ranks else None,
                 )  # fmt: skip
             except Exception as error:
-                hosts.report(failed_outcome(error), is_leaving=bool(signals.received))
+                hosts.report(failed_outcome(error), is_leaving=bool(signals.received), snapshots=memory.steps())
                 continue
             if signals.received or not is_pause(result.stopped):
                 hosts.report(PAUSED if is_pause(result.stopped) else ENDED)
                 return result
-            hosts.report(PAUSED)
+            hosts.report(PAUSED, snapshots=memory.steps())
 
 
 def _check_numbers_of_hosts(job: Job, host: HostEnvironment) -> None:
@@ -162,11 +169,12 @@ def _run_workers(
     signals: Forwarding | None = None,
     rendezvous: RendezvousHandler | None = None,
     request_file: Path | None = None,
+    memory: HostMemoryState | None = None,
 ) -> TrainingResult:
     try:
         return run_local(
             _worker,
-            (job, plan.world.device_type, backend, callbacks, request_file),
+            (job, plan.world.device_type, backend, callbacks, request_file, memory),
             plan.world.local_size,
             device_type=plan.world.device_type,
             forward_signals=signals or True,
@@ -238,7 +246,8 @@ def _worker(
     backend: str,
     callbacks: Sequence[Callback] = (),
     request_file: Path | None = None,
+    memory: HostMemoryState | None = None,
 ) -> TrainingResult:
     """Train on one rank."""
     with job_group(job, device_type, backend) as device:
-        return train_rank(after_restart(job), device, callbacks, request_file)
+        return train_rank(after_restart(job), device, callbacks, request_file, memory)

@@ -496,6 +496,12 @@ class CheckpointSection(Section):
         description="Directory or URL (`s3://bucket/run`, `gs://...`; needs fsspec's package for its scheme); unset: "
         "`checkpoints` in `output`.",
     )
+    memory_every: NonNegative = Field(
+        default=0,
+        description="Steps between copies of the state in the memory of each host, of which there are two. Where hosts "
+        "come and go, those that are left go on from the newest that all of them have, without reading a disk. Each "
+        "host has to hold the whole state. 0: none.",
+    )
     keep_last: Positive = Field(default=2, description="How many of the newest checkpoints are kept.")
     keep_every: NonNegative = Field(
         default=0, description="Checkpoints at multiples of this step are never removed; 0: none of them."

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint.catalog import checkpoint_name, complete
+from shardwise.checkpoint.host_memory import MemoryPlace, MemoryStore, StateKeeper
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import checkpoint_store
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.job.schema import Job
 from shardwise.training.setup import AssembledJob
 
@@ -35,6 +37,20 @@ def going_on(job: Job) -> Job:
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
+def refuse_memory(job: Job) -> None:
+    """Refuse to keep state in memory that nobody would go on from.
+
+    Raises:
+        ConfigError: the job asks for it.
+    """
+    if job.checkpoint.memory_every:
+        raise ConfigError(
+            f"checkpoint.memory_every={job.checkpoint.memory_every}: the memory of hosts is gone on from by launchers "
+            "whose hosts come and go (`shardwise train` with PET_NNODES=1:3, on each host); leave it out, or use "
+            "checkpoint.every"
+        )
+
+
 def resume_hint(job: Job) -> str | None:
     """Return what a run that failed can go on from, and how; None where nothing is complete."""
     with contextlib.suppress(CheckpointError):
@@ -43,13 +59,32 @@ def resume_hint(job: Job) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class HostMemoryState:
+    """The memory of one host that keeps the state of a run, as its ranks use it.
+
+    Attributes:
+        places: of each rank of the host.
+        step: whose state in them the run goes on from; -1: from a checkpoint.
+    """
+
+    places: tuple[tuple[MemoryPlace, ...], ...]
+    step: int
+
+
 class RunCheckpoints:
-    """The checkpoints of one run, as its session uses them."""
+    """The checkpoints of one run, as its session uses them.
+
+    Attributes:
+        memory: that keeps the state beside them, where a launcher has given some.
+    """
 
     def __init__(self, assembled: AssembledJob) -> None:
         self.assembled, self.settings = assembled, assembled.plan.job.checkpoint
         self.store = checkpoint_store(assembled.plan.job)
         self.checkpointer: Checkpointer | None = None
+        self.memory: HostMemoryState | None = None
+        self._keeper: StateKeeper | None = None
 
     @property
     def failed(self) -> bool:
@@ -63,8 +98,9 @@ class RunCheckpoints:
         """
         assembled, notes = self.assembled, list[str]()
         restored = restore(
-            assembled.model, assembled.optimizer, assembled.scaler, self.store, data_facts(assembled), notes.append
-        )
+            assembled.model, assembled.optimizer, assembled.scaler, self.store, data_facts(assembled), notes.append,
+            None if self.memory is None or self.memory.step < 0 else MemoryStore(self.memory.places, self.memory.step),
+        )  # fmt: skip
         self.checkpointer = self._make() if self.settings.every else None
         if restored is None:
             if self.settings.resume == "auto":
@@ -83,6 +119,19 @@ class RunCheckpoints:
         self.checkpointer = self.checkpointer or self._make()
         self.checkpointer.save(progress, self.assembled.scaler, wait=wait)
         return f"{self.store.root}/{checkpoint_name(progress.step)}"
+
+    def keep(self, progress: Progress) -> None:
+        """Keep the state after `progress.step` steps in the hosts' memory. Collective.
+
+        Raises:
+            CheckpointError: there is no room for it.
+        """
+        if self._keeper is None:
+            assert self.memory is not None
+            assembled, places = self.assembled, self.memory.places[int(os.environ["LOCAL_RANK"])]
+            facts = data_facts(assembled)
+            self._keeper = StateKeeper(assembled.model, assembled.optimizer, facts, places, progress.step - 1)
+        self._keeper.keep(progress, self.assembled.scaler)
 
     def settle(self) -> None:
         """Hold what is being saved, so that it may change."""

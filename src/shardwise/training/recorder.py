@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.save import versions
+from shardwise.checkpoint.description import versions
 from shardwise.errors import OutputError
 from shardwise.job.sources import job_to_yaml
 from shardwise.observe.callback import Callback, ObservedSession, reported

@@ -52,7 +52,7 @@ from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan, resolve
 from shardwise.training.answers import exact_matches
 from shardwise.training.best_metric import early_stop, is_judged, judged, metric_of
-from shardwise.training.checkpoints import RunCheckpoints, after_restart
+from shardwise.training.checkpoints import RunCheckpoints, after_restart, refuse_memory
 from shardwise.training.collective_calls import CollectiveCalls, collective
 from shardwise.training.forecast import is_out_of_memory, out_of_memory
 from shardwise.training.given_model import GivenModel, ModelSource, model_reference
@@ -156,6 +156,8 @@ class Session:
         device: torch.device | None,
     ) -> None:
         """Join the group, build and shard the model, open the data."""
+        if device is None:  # no launcher of ours keeps the state
+            refuse_memory(job)
         own = check_callbacks(callbacks)
         named = load_callbacks(job.training.callbacks)
         given = None if model is None else GivenModel.of(model, job.training.seed, example)

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.checkpoint.host_memory import kept_bytes
 from shardwise.kernels.precision import DTYPES
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
@@ -65,6 +66,8 @@ def state_table(assembled: AssembledJob) -> Table:
         table.add_row("reference (frozen)", dtypes.parameters, f"{_bytes(model.reference.tensor_map):,}")
     if model.ema is not None:
         table.add_row("averaged weights (EMA)", dtypes.parameters, f"{model.ema.bytes:,}")
+    if assembled.plan.job.checkpoint.memory_every:
+        table.add_row("copies in the host's memory", "as the state", f"{kept_bytes(model, optimizer):,}")
     table.add_row("loss", dtypes.loss, "")
     return table
 

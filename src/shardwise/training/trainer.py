@@ -12,6 +12,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.launch.interrupt import Interrupt
 from shardwise.observe.callback import Callback
+from shardwise.training.checkpoints import HostMemoryState
 from shardwise.training.observers import observers
 from shardwise.training.session import Session, TrainingResult
 from shardwise.training.step import StepResult
@@ -20,13 +21,18 @@ MOST_SKIPPED = 50  # non-finite steps in a row after which training cannot be go
 
 
 def train_rank(
-    job: Job, device: torch.device, callbacks: Sequence[Callback] = (), request_file: Path | None = None
+    job: Job,
+    device: torch.device,
+    callbacks: Sequence[Callback] = (),
+    request_file: Path | None = None,
+    memory: HostMemoryState | None = None,
 ) -> TrainingResult:
     """Train `job` on this rank; the process group exists and the output directory is claimed. Collective.
 
-    `request_file` is where the launcher asks to stop after a step.
+    `request_file` is where the launcher asks to stop after a step, and `memory` its part in keeping the state.
     """
     with Session(job, callbacks=callbacks, device=device) as session:
+        session.checkpoints.memory = memory
         session.restore()
         session.callbacks.extend(observers(session.assembled))
         session.start()
@@ -46,6 +52,8 @@ class Trainer:
         session = self.session
         for batches in session.batches():
             self.take_step(batches)
+            if session.checkpoints.memory is not None and self.is_due(self.checkpoint.memory_every):
+                session.checkpoints.keep(session.progress)
             is_end = self.is_last or session.early_stop is not None
             save_is_due = bool(self.checkpoint.every) and (is_end or self.is_due(self.checkpoint.every))
             if session.stopped or save_is_due:
