@@ -44,7 +44,14 @@ def restore_and_save(job: Job, places: Places, step: int, path: Path) -> None:
     save(run, path, restored.progress)
 
 
-@pytest.mark.parametrize("parallel", [{"sharded_data_parallel_degree": 1}, {}, {"tensor_parallel_degree": 2}])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"sharded_data_parallel_degree": 1},  # both ranks hold everything
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_degree": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_memory_holds_the_state_of_a_checkpoint(
     world_pool: WorldPool, corpora: Path, tmp_path: Path, parallel: dict[str, int]
 ) -> None:

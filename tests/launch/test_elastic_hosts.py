@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -41,3 +44,54 @@ def test_a_host_goes_away_and_comes_back(tmp_path: Path) -> None:
         assert "a step has 3 sequences" in log
         assert "host 2 is gone: the run goes on with 2 of 3 hosts" in log
         assert "host 2 joins: the run goes on with 3 of 3 hosts" in log
+
+
+KEPT = {"checkpoint": {"every": 25, "memory_every": 1}, "parallel": {"sharded_data_parallel_degree": 1}}
+ALL_THERE = "the run goes on with 3 of 3 hosts"
+SAID = re.compile(r"^step (\d+)/|^resumed from (\S.*)/step-0*(\d+): ", re.MULTILINE)
+
+
+def steps_again(log: str) -> list[tuple[str, int]]:
+    """Each time that host 0 went on: from where, and how many steps it did again."""
+    found, last = [], 0
+    for step, source, resumed in SAID.findall(log):
+        if source:
+            found.append((source, last - int(resumed)))
+        last = int(step or resumed)
+    return found
+
+
+def lose_and_return(cluster: ElasticCluster, host: int, more_steps: int) -> None:
+    """Kill a host after so many steps of all three, and start it again; without host 0 the others wait for it."""
+    wait_until(lambda: cluster.ranks()[-1:] == [3], "three hosts train", cluster.logs)
+    seen, rounds = len(cluster.ranks()) + more_steps, cluster.log(0).read_text().count(ALL_THERE)
+    wait_until(lambda: len(cluster.ranks()) >= seen, "some steps are done", cluster.logs)
+    cluster.kill(host)
+    if host:
+        wait_until(lambda: cluster.ranks()[-1:] == [2], "two go on", cluster.logs)
+    cluster.start(host)
+    wait_until(lambda: cluster.log(0).read_text().count(ALL_THERE) > rounds, "it is back", cluster.logs)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.slow  # a hundred processes import torch
+@needs_namespaces
+def test_ten_kills(tmp_path: Path) -> None:
+    """Hosts that a seed draws are killed in any phase and come back; host 0 takes its memory of the run along."""
+    draw, victims = Random(35), list[int]()
+    before = sorted(os.listdir("/dev/shm"))
+    with elastic_cluster(tmp_path, steps=1000, slow=0.4, **KEPT) as cluster:
+        for host in range(3):
+            cluster.start(host)
+        for _ in range(10):
+            victims.append(draw.randrange(3))
+            lose_and_return(cluster, victims[-1], more_steps=draw.randrange(6))
+        wait_until(lambda: cluster.ranks()[-1:] == [3], "three hosts train", cluster.logs)
+        cluster.hurry()
+        assert [cluster.hosts[host].wait(timeout=900) for host in range(3)] == [0, 0, 0], cluster.logs()
+        check_same_run(cluster)
+        again = steps_again(cluster.log(0).read_text())
+    from_memory = [steps for source, steps in again if source.startswith("memory")]
+    assert len(from_memory) == sum(victim != 0 for victim in victims) and max(from_memory) <= 1, again
+    assert {0, 1, 2} == set(victims)
+    assert sorted(os.listdir("/dev/shm")) == before

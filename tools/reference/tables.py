@@ -98,7 +98,8 @@ ENVIRONMENT_VARIABLES = {
     "TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT": "torchrun's, and Slurm's of a requeued job; above 0 the "
     "ranks were started again, and the run goes on from its newest complete checkpoint",
     "PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT": "torchrun's options as "
-    "TrainJob, PyTorchJob and JobSet give them to a pod; without LOCAL_RANK this process starts the ranks of its host",
+    "TrainJob, PyTorchJob and JobSet give them to a pod; without LOCAL_RANK this process starts the ranks of its host. "
+    "PET_NNODES=2:4: hosts may come and go, as long as there are two",
     "JOB_COMPLETION_INDEX": "Kubernetes' number of a pod, where PET_NODE_RANK is not set",
     "SM_HOSTS, SM_CURRENT_HOST, SM_MASTER_ADDR, SM_MASTER_PORT": "SageMaker's hosts, sorted as words; with several, "
     "each starts its ranks",

@@ -49,6 +49,7 @@ from shardwise.words import listed
 
 Say = Callable[[str], None]
 FORMER_SPLIT = "place"  # of checkpoints that do not say it, from before documents were held out
+BATCH = ("sequences_per_step", "tokens_per_step", "microbatch_size", "gradient_accumulation")  # of training
 NO_NUMBERS = ("parallel.timeout_seconds", "parallel.max_restarts")  # keys that no number depends on
 
 
@@ -82,7 +83,10 @@ def restore(
     """
     wanted = model.plan.job.checkpoint.resume
     if memory is not None and memory.name >= max(checkpoints(store), default=""):
-        return _read(model, optimizer, scaler, memory, memory.name, memory.manifest, data, say)
+        try:
+            return _read(model, optimizer, scaler, memory, memory.name, memory.manifest, data, say)
+        except DamagedError as error:
+            say(f"the {memory.root} is passed over: {error}")
     if wanted == "none":
         return None
     if wanted != "auto":
@@ -190,6 +194,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     job = model.plan.job.model_dump(mode="json")
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
+    _check_batch(model.plan, manifest, path)
     _check_schedules(job, manifest, path)
     _check_epochs(model.plan, manifest.progress, path)
 
@@ -254,6 +259,23 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
             f"{path} was trained with validation sequences held out by {wrote}, this job holds them out by {reads} and "
             f"would train on some of them; set data.validation_split to {wrote}"
         )
+
+
+def _check_batch(plan: Plan, manifest: Manifest, path: str) -> None:
+    """Refuse another global batch where the job says the same and only the number of ranks has changed.
+
+    Raises:
+        CheckpointError: with both, and the key that keeps it.
+    """
+    wrote, reads = manifest.plan.get("sequences_per_step"), plan.sequences_per_step
+    own, before = plan.job.training.model_dump(mode="json"), manifest.job.get("training", {})
+    if wrote is None or wrote == reads or any(own[key] != before.get(key) for key in BATCH):
+        return
+    raise CheckpointError(
+        f"{path} was trained with {wrote} sequences a step, and training.microbatch_size={own['microbatch_size']} x "
+        f"gradient_accumulation={own['gradient_accumulation']} are {reads} on {plan.data_ranks} data ranks; set "
+        f"training.sequences_per_step {wrote} and leave gradient_accumulation out, which then follows"
+    )
 
 
 def _check_schedules(job: Mapping[str, Any], manifest: Manifest, path: str) -> None:

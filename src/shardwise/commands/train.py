@@ -120,7 +120,8 @@ def _train_on_elastic_hosts(job: Job, say: Say, callbacks: Sequence[Callback], h
             place = hosts.place_in(current)
             of_round = going_on(job) if current.goes_on else job
             if current.goes_on:
-                say(f"note: {current.reason}: the run goes on with {place.hosts} of {host.hosts} hosts")
+                why = f"{current.reason}: " if current.reason else ""
+                say(f"note: {why}the run goes on with {place.hosts} of {host.hosts} hosts")
             try:
                 if host.index == 0 and current.number == hosts.first_round:
                     stack.enter_context(claim_output(of_round))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.plan.draft import World
 from tests.plan.rules.jobs import case
 
 CASES = {
@@ -18,6 +19,12 @@ CASES = {
         {"checkpoint": {"keep_best": True, "every": 5}, "training": {"evaluate_every": 2}},
         {"checkpoint": {"keep_best": True, "every": 4}, "training": {"evaluate_every": 2}},
         "training.evaluate_every to a divisor of checkpoint.every",
+    ),
+    "checkpoint-memory": case(
+        {"checkpoint": {"memory_every": 1}},
+        {"checkpoint": {"memory_every": 1}, "parallel": {"sharded_data_parallel_degree": 2}},
+        "use sharded_data_parallel_degree 2",
+        World(4, "cpu", 2, hosts=2),
     ),
     "checkpoint-staging": case(
         {"checkpoint": {"staging_bytes": 1 << 24, "asynchronous": False, "every": 5}},
