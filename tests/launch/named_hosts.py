@@ -72,11 +72,11 @@ def kill(process: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def wait_until(holds: Callable[[], bool], what: str, why: Callable[[], str] = str) -> None:
+def wait_until(holds: Callable[[], bool], what: str, why: Callable[[], str] = str, seconds: float = SECONDS) -> None:
     """Wait for what others do by themselves; `why` is asked what they said where they do not."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, f"after {SECONDS} s it is not so that {what}: {why()}"
+        assert time.monotonic() < deadline, f"after {seconds} s it is not so that {what}: {why()}"
         time.sleep(0.2)
 
 

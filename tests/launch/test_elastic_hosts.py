@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from benchmarks.cluster import obstacle
 from tests.launch.elastic_cluster import ElasticCluster, elastic_cluster, records_of
-from tests.launch.named_hosts import wait_until
+from tests.launch import named_hosts
 
+SECONDS = 1200  # for what takes one on a quiet machine: each round imports torch
 needs_namespaces = pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "there can be hosts")
+
+
+def wait_until(cluster: ElasticCluster, holds: Callable[[], bool], what: str) -> None:
+    """Wait for the hosts, and say what they said where it does not come true."""
+    named_hosts.wait_until(holds, what, cluster.logs, SECONDS)
 
 
 def check_same_run(cluster: ElasticCluster) -> None:
@@ -33,11 +41,11 @@ def test_a_host_goes_away_and_comes_back(tmp_path: Path) -> None:
     with elastic_cluster(tmp_path, steps=200) as cluster:
         for host in range(3):
             cluster.start(host)
-        wait_until(lambda: cluster.ranks().count(3) >= 12, "three hosts train", cluster.logs)
+        wait_until(cluster, lambda: cluster.ranks().count(3) >= 12, "three hosts train")
         cluster.kill(2)
-        wait_until(lambda: cluster.ranks().count(2) >= 5, "two go on", cluster.logs)
+        wait_until(cluster, lambda: cluster.ranks().count(2) >= 5, "two go on")
         cluster.start(2)
-        wait_until(lambda: cluster.ranks()[-1] == 3, "it joins", cluster.logs)
+        wait_until(cluster, lambda: cluster.ranks()[-1] == 3, "it joins")
         assert [cluster.hosts[host].wait(timeout=300) for host in range(3)] == [0, 0, 0], cluster.logs()
         check_same_run(cluster)
         log = cluster.log(0).read_text()
@@ -46,7 +54,7 @@ def test_a_host_goes_away_and_comes_back(tmp_path: Path) -> None:
         assert "host 2 joins: the run goes on with 3 of 3 hosts" in log
 
 
-KEPT = {"checkpoint": {"every": 25, "memory_every": 1}, "parallel": {"sharded_data_parallel_degree": 1}}
+KEPT: dict[str, Any] = {"checkpoint": {"every": 25, "memory_every": 1}, "parallel": {"sharded_data_parallel_degree": 1}}
 ALL_THERE = "the run goes on with 3 of 3 hosts"
 SAID = re.compile(r"^step (\d+)/|^resumed from (\S.*)/step-0*(\d+): ", re.MULTILINE)
 
@@ -63,17 +71,38 @@ def steps_again(log: str) -> list[tuple[str, int]]:
 
 def lose_and_return(cluster: ElasticCluster, host: int, more_steps: int) -> None:
     """Kill a host after so many steps of all three, and start it again; without host 0 the others wait for it."""
-    wait_until(lambda: cluster.ranks()[-1:] == [3], "three hosts train", cluster.logs)
+    wait_until(cluster, lambda: cluster.ranks()[-1:] == [3], "three hosts train")
     seen, rounds = len(cluster.ranks()) + more_steps, cluster.log(0).read_text().count(ALL_THERE)
-    wait_until(lambda: len(cluster.ranks()) >= seen, "some steps are done", cluster.logs)
+    wait_until(cluster, lambda: len(cluster.ranks()) >= seen, "some steps are done")
     cluster.kill(host)
     if host:
-        wait_until(lambda: cluster.ranks()[-1:] == [2], "two go on", cluster.logs)
+        wait_until(cluster, lambda: cluster.ranks()[-1:] == [2], "two go on")
     cluster.start(host)
-    wait_until(lambda: cluster.log(0).read_text().count(ALL_THERE) > rounds, "it is back", cluster.logs)
+    wait_until(cluster, lambda: cluster.log(0).read_text().count(ALL_THERE) > rounds, "it is back")
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.slow  # some fifteen processes import torch
+@needs_namespaces
+def test_hosts_go_on_from_their_memory(tmp_path: Path) -> None:
+    """Without a checkpoint on disk; and no host leaves anything behind."""
+    before = sorted(os.listdir("/dev/shm"))
+    with elastic_cluster(tmp_path, steps=40, slow=0.1, **KEPT | {"checkpoint": {"memory_every": 1}}) as cluster:
+        for host in range(3):
+            cluster.start(host)
+        wait_until(cluster, lambda: len(cluster.ranks()) >= 7, "three hosts train")
+        cluster.kill(1)
+        wait_until(cluster, lambda: cluster.ranks()[-1:] == [2], "two go on")
+        cluster.hurry()
+        assert [cluster.hosts[host].wait(timeout=SECONDS) for host in (0, 2)] == [0, 0], cluster.logs()
+        check_same_run(cluster)
+        again = steps_again(cluster.log(0).read_text())
+        assert [(source, steps <= 1) for source, steps in again] == [("memory of this host", True)], cluster.logs()
+        assert not (cluster.output / "checkpoints" / "step-00000005").exists()
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+@pytest.mark.timeout(7200)
 @pytest.mark.slow  # a hundred processes import torch
 @needs_namespaces
 def test_ten_kills(tmp_path: Path) -> None:
@@ -86,7 +115,7 @@ def test_ten_kills(tmp_path: Path) -> None:
         for _ in range(10):
             victims.append(draw.randrange(3))
             lose_and_return(cluster, victims[-1], more_steps=draw.randrange(6))
-        wait_until(lambda: cluster.ranks()[-1:] == [3], "three hosts train", cluster.logs)
+        wait_until(cluster, lambda: cluster.ranks()[-1:] == [3], "three hosts train")
         cluster.hurry()
         assert [cluster.hosts[host].wait(timeout=900) for host in range(3)] == [0, 0, 0], cluster.logs()
         check_same_run(cluster)

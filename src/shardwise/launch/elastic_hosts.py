@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from shardwise.errors import ShardwiseError, WorkerError
+from shardwise.errors import MachineError, ShardwiseError, WorkerError
 from shardwise.errors.exit_codes import FAULT
 from shardwise.launch.elastic_round import (
     MEETING_SECONDS,
@@ -85,7 +85,14 @@ class ElasticHosts:
 
     def __enter__(self) -> ElasticHosts:
         if self.host.index == 0:
-            self._store = self._connect()  # a port that is taken is said at once
+            try:
+                self._store = self._connect()
+            except (dist.DistError, RuntimeError) as error:
+                why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise MachineError(
+                    f"host 0 cannot be met at {self.host.master_address}:{self.host.master_port} (from "
+                    f"{self.host.launcher}): {why}; check that the address is this host's and that the port is free"
+                ) from error
         self._thread.start()
         return self
 
