@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.cluster import obstacle
-from tests.launch.elastic_cluster import ElasticCluster, elastic_cluster, records_of
 from tests.launch import named_hosts
+from tests.launch.elastic_cluster import ElasticCluster, elastic_cluster, records_of
 
 SECONDS = 1200  # for what takes one on a quiet machine: each round imports torch
 needs_namespaces = pytest.mark.skipif(bool(obstacle()), reason=obstacle() or "there can be hosts")
@@ -61,12 +61,12 @@ SAID = re.compile(r"^step (\d+)/|^resumed from (\S.*)/step-0*(\d+): ", re.MULTIL
 
 def steps_again(log: str) -> list[tuple[str, int]]:
     """Each time that host 0 went on: from where, and how many steps it did again."""
-    found, last = [], 0
+    resumed_from, last = [], 0
     for step, source, resumed in SAID.findall(log):
         if source:
-            found.append((source, last - int(resumed)))
+            resumed_from.append((source, last - int(resumed)))
         last = int(step or resumed)
-    return found
+    return resumed_from
 
 
 def lose_and_return(cluster: ElasticCluster, host: int, more_steps: int) -> None:

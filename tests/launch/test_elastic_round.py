@@ -14,7 +14,7 @@ from shardwise.launch.elastic_round import (
     PATIENCE,
     Heartbeat,
     HostOutcome,
-    Round,
+    ElasticRound,
     RoundKeeper,
 )
 
@@ -43,7 +43,7 @@ class Hosts:
         for host in self.keeper.round.members:
             self.say(host, round=self.keeper.round.number, outcome=None)
 
-    def pass_time(self, seconds: float, silent: tuple[int, ...] = ()) -> Round | None:
+    def pass_time(self, seconds: float, silent: tuple[int, ...] = ()) -> ElasticRound | None:
         """Return what is decided after so many seconds, in which all but some have been heard of."""
         end = self.now + seconds
         while self.now < end:
@@ -54,7 +54,7 @@ class Hosts:
         return decided
 
 
-def started(**settings: int) -> tuple[Hosts, Round]:
+def started(**settings: int) -> tuple[Hosts, ElasticRound]:
     hosts = Hosts(**settings)
     hosts.come(0, 1, 2)
     first = hosts.pass_time(0.5)

@@ -1,4 +1,4 @@
-"""What a manifest says of a run beside its tensors: job and plan, the model's config, adapters, versions."""
+"""The words of a manifest about a run, beside its tensors: job and plan, the model's config, adapters, versions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RunDescription:
 
     @cached_property
     def _adapter(self) -> AdapterRecord | None:
-        """What a manifest says of the adapters and their base. Collective where it is a directory."""
+        """The record of the adapters and their base. Collective where it is a directory."""
         job, facts = self.model.plan.job, self.model.facts
         if not facts.adapters:
             return None

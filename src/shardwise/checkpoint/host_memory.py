@@ -129,8 +129,8 @@ class MemoryStore:
 
     def __init__(self, places: Sequence[Sequence[MemoryPlace]], step: int) -> None:
         self.name = checkpoint_name(step)
-        found = ([place for place in copies if place.step == step] for copies in places)
-        self._files = {place.name: place for matches in found for place in matches[:1]}
+        of_step = ([place for place in copies if place.step == step] for copies in places)
+        self._files = {place.name: place for matches in of_step for place in matches[:1]}
 
     def open(self, name: str, file: str) -> BinaryIO:
         """Open a file for reading."""
@@ -195,7 +195,7 @@ class StateKeeper:
         Raises:
             CheckpointError: there is no room for it.
         """
-        taken = snapshot(self._model, self._optimizer, held=True)
+        taken = snapshot(self._model, self._optimizer, copies=True)
         manifest = self._description.describer(progress, scaler)({}, {}, {}) if not self._constant else None
         if manifest is not None:
             self._constant = manifest.model_dump(mode="json")
@@ -212,6 +212,6 @@ class StateKeeper:
             ) from error
 
 
-def kept_bytes(model: ParallelModel, optimizer: Optimizer) -> int:
+def copied_bytes(model: ParallelModel, optimizer: Optimizer) -> int:
     """Return the host memory that all copies of this rank's state take."""
-    return COPIES * sum(chunk.bytes for chunk in snapshot(model, optimizer, held=True).chunks)
+    return COPIES * sum(chunk.bytes for chunk in snapshot(model, optimizer, copies=True).chunks)

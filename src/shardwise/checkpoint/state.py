@@ -55,17 +55,17 @@ def kept_shapes(model: ParallelModel) -> dict[str, tuple[int, ...]]:
     return model.facts.trained_shapes if leaves_out_base(model) else model.facts.parameter_shapes
 
 
-def snapshot(model: ParallelModel, optimizer: Optimizer, held: bool = False) -> Snapshot:
+def snapshot(model: ParallelModel, optimizer: Optimizer, copies: bool = False) -> Snapshot:
     """Return what this rank owns of the run's state, as it is now; tensors are not copied, but for buffers.
 
-    `held`: what it holds, whichever rank owns it.
+    `copies`: all that it holds, whichever rank owns it.
     """
     chunks: list[TensorChunk] = []
     scalars: Scalars = {}
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
     forms = {entry.name: forms_of(optimizer, local) for entry, local in optimizer.locals}
     averages = model.ema.values if model.ema is not None else {}
-    for entry, local in _held(model) if held else _owned(model):
+    for entry, local in _held(model) if copies else _owned(model):
         chunks += _chunks("model", entry, local)
         if entry.name in averages:
             chunks += _chunks(AVERAGE.rstrip("/"), entry, averages[entry.name])
@@ -75,11 +75,11 @@ def snapshot(model: ParallelModel, optimizer: Optimizer, held: bool = False) -> 
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
             elif key in forms[entry.name]:
                 form = forms[entry.name][key]
-                regions = form.regions if held else form.owned
+                regions = form.regions if copies else form.owned
                 chunks += _form_chunks(f"optimizer/{key}/{entry.name}", form, value, regions)
             elif value is not None:
                 chunks += _state_chunks(f"optimizer/{key}", entry, local, value)
-    if held or dist.get_rank() == 0:
+    if copies or dist.get_rank() == 0:
         # A forward may change them (running statistics), unlike the rest, and they are small.
         chunks += [_whole(f"buffer/{name}", buffer.clone()) for name, buffer in persistent_buffers(model.module)]
     return Snapshot([*chunks, *random_chunks(model.device, dist.get_rank())], scalars)

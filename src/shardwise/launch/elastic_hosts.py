@@ -29,7 +29,7 @@ from shardwise.launch.elastic_round import (
     PATIENCE,
     Heartbeat,
     HostOutcome,
-    Round,
+    ElasticRound,
     RoundKeeper,
 )
 from shardwise.launch.hosts import HostEnvironment
@@ -74,7 +74,7 @@ class ElasticHosts:
         self.ranks_store: dist.TCPStore | None = None  # of the round's ranks, on host 0
         self.first_round = -1
         self._own = Heartbeat(uuid.uuid4().hex)
-        self._round: Round | None = None
+        self._round: ElasticRound | None = None
         self._heard = time.monotonic()
         self._store: dist.Store | None = None
         self._keeper = RoundKeeper(host.least_hosts, host.hosts, max_restarts, self._serve_ranks)
@@ -111,7 +111,7 @@ class ElasticHosts:
 
     # ---- for the run
 
-    def next_round(self) -> Round:
+    def next_round(self) -> ElasticRound:
         """Wait for a round in which this host takes part.
 
         Raises:
@@ -135,7 +135,7 @@ class ElasticHosts:
                 )
             time.sleep(LOOK_SECONDS / 2)
 
-    def place_in(self, current: Round) -> HostEnvironment:
+    def place_in(self, current: ElasticRound) -> HostEnvironment:
         """Return this host's place among the members of a round."""
         members = list(current.members)
         return replace(
@@ -146,7 +146,7 @@ class ElasticHosts:
             least_hosts=None,
         )
 
-    def rendezvous(self, current: Round) -> RendezvousHandler:
+    def rendezvous(self, current: ElasticRound) -> RendezvousHandler:
         """Return how the ranks of a round meet."""
         place = self.place_in(current)
         return rendezvous_of(place) if place.hosts == 1 else RoundRendezvous(place, self)
@@ -229,7 +229,7 @@ class ElasticHosts:
             self._own = replace(self._own, **changes)
             return self._own
 
-    def _takes_part(self, current: Round) -> bool:
+    def _takes_part(self, current: ElasticRound) -> bool:
         return current.members.get(self.host.index) == self._own.token
 
     def _error(self, final: HostOutcome) -> ShardwiseError:
@@ -263,10 +263,10 @@ class RoundRendezvous(HostRendezvous):
         return dist.TCPStore(host.master_address, host.master_port, is_master=False, timeout=ROUND_TIMEOUT)
 
 
-def _round_of(fields: Mapping[str, Any]) -> Round:
+def _round_of(fields: Mapping[str, Any]) -> ElasticRound:
     members = {int(host): token for host, token in fields["members"].items()}
     final = None if fields["final"] is None else HostOutcome(**fields["final"])
-    return Round(**{**fields, "members": members, "final": final})
+    return ElasticRound(**{**fields, "members": members, "final": final})
 
 
 def _heartbeat_of(fields: Mapping[str, Any]) -> Heartbeat:

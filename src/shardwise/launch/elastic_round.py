@@ -58,7 +58,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Round:
+class ElasticRound:
     """The record that all hosts follow.
 
     Attributes:
@@ -99,14 +99,14 @@ class RoundKeeper:
     max_restarts: int
     serve: Callable[[], int]
     clock: Callable[[], float] = time.monotonic
-    round: Round | None = None
+    round: ElasticRound | None = None
     restarts: int = 0
     _known: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)  # by host, with when it last changed
     _since: float | None = None  # when there were hosts enough, or a round's first host had failed
     _waits: float | None = None  # since when there are too few
     _reason: str = ""
 
-    def look(self, beats: Mapping[int, Heartbeat]) -> Round | None:
+    def look(self, beats: Mapping[int, Heartbeat]) -> ElasticRound | None:
         """Return what all are to follow now, given what each host has said last; None before the first round."""
         now = self.clock()
         for host, beat in beats.items():
@@ -212,7 +212,7 @@ class RoundKeeper:
         before = max(beat.round for beat in beats.values())
         number = max(before, -1 if self.round is None else self.round.number) + 1
         common = set.intersection(*(set(beat.snapshots) for beat in beats.values()))
-        self.round = Round(
+        self.round = ElasticRound(
             number=number,
             members={host: beat.token for host, beat in beats.items()},
             port=self.serve(),
@@ -227,7 +227,7 @@ class RoundKeeper:
             f"{len(waiting)} of the at least {self.least} hosts that PET_NNODES asks for are there after "
             f"{MEETING_SECONDS:.0f} s; start the others, or allow fewer"
         )
-        ended = Round(0, {}) if self.round is None else self.round
+        ended = ElasticRound(0, {}) if self.round is None else self.round
         self.round = replace(ended, final=HostOutcome("failed", "MachineError", message, MISTAKE))
 
 

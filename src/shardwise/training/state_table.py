@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.checkpoint.host_memory import kept_bytes
+from shardwise.checkpoint.host_memory import copied_bytes
 from shardwise.kernels.precision import DTYPES
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
@@ -67,7 +67,7 @@ def state_table(assembled: AssembledJob) -> Table:
     if model.ema is not None:
         table.add_row("averaged weights (EMA)", dtypes.parameters, f"{model.ema.bytes:,}")
     if assembled.plan.job.checkpoint.memory_every:
-        table.add_row("copies in the host's memory", "as the state", f"{kept_bytes(model, optimizer):,}")
+        table.add_row("copies in the host's memory", "as the state", f"{copied_bytes(model, optimizer):,}")
     table.add_row("loss", dtypes.loss, "")
     return table
 
