@@ -12,9 +12,9 @@ from shardwise.launch.elastic_round import (
     FIRST_CALL_SECONDS,
     MEETING_SECONDS,
     PATIENCE,
+    ElasticRound,
     Heartbeat,
     HostOutcome,
-    ElasticRound,
     RoundKeeper,
 )
 

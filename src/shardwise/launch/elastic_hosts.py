@@ -27,9 +27,9 @@ from shardwise.errors.exit_codes import FAULT
 from shardwise.launch.elastic_round import (
     MEETING_SECONDS,
     PATIENCE,
+    ElasticRound,
     Heartbeat,
     HostOutcome,
-    ElasticRound,
     RoundKeeper,
 )
 from shardwise.launch.hosts import HostEnvironment
