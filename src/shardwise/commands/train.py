@@ -110,9 +110,10 @@ def _train_on_elastic_hosts(job: Job, say: Say, callbacks: Sequence[Callback], h
     job, note = with_fixed_batch(job, expected_world(job, None, host))
     say(f"note: {host.least_hosts} to {host.hosts} hosts may take part; {note or 'the batch is the same on all.'}")
     _check_numbers_of_hosts(job, host)
+    plan, _ = _made_ready(job, None, host, say)  # what takes long, before others wait for this host
     signals = Forwarding()
     with ExitStack() as stack:
-        ranks = expected_world(job, None, host).local_size if job.checkpoint.memory_every else 0
+        ranks = plan.world.local_size if job.checkpoint.memory_every else 0
         memory = stack.enter_context(HostMemory(ranks))
         hosts = stack.enter_context(ElasticHosts(host, job.parallel.max_restarts))
         while True:

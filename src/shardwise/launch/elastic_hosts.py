@@ -39,7 +39,7 @@ from shardwise.launch.rendezvous import HostRendezvous, error_named, rendezvous_
 
 LOOK_SECONDS = 0.25
 HEARTBEAT, ROUND = "elastic/host/{}", "elastic/round"
-ROUND_TIMEOUT = timedelta(seconds=3 * PATIENCE)  # of launchers that begin a round: one may go away meanwhile
+ROUND_TIMEOUT = timedelta(minutes=2)  # of launchers that begin a round: one may go away meanwhile
 LAST_LOOK_SECONDS = 1.5  # for which host 0 keeps the store at the end, so that others read of it
 ENDED, PAUSED = HostOutcome("done"), HostOutcome("paused")
 NEW_ROUND = "a new round: "  # what a request to stop begins with
