@@ -2,11 +2,15 @@
 
     python -m benchmarks.coverage --record coverage.jsonl --processes 2
     python -m benchmarks.coverage --record coverage.jsonl --sample 12 --seed 5
+    python -m benchmarks.coverage --record coverage.jsonl --again "raw error" --page docs/reference/coverage.md
 
-A cell is a model type with a task, on a layout. `shardwise verify` says whether it agrees; what a job cannot be is
-refused by name, with its reason. Everything else is a fault of shardwise: wrong numbers, an error without a name, a
-hang. A type of which transformers itself cannot run a toy has no cells. Cells are appended to the record as they end,
-and a run goes on where the record of the same version of transformers ends.
+A cell is a model type with a task, on a layout. Studying the toy and judging its job, as `doctor`, `--print-plan` and
+`train` do before anything starts, refuses what cannot be, by name and with its reason. What is left runs: `shardwise
+verify` says whether it agrees. Everything else is a fault of shardwise: wrong numbers, an error without a name, a hang,
+a refusal that comes only when ranks run. A type of which transformers itself cannot run a toy has no other cells.
+
+Popular types come first. Cells are appended to the record as they end, and a run goes on where the record of the same
+version of transformers ends; of two lines of one cell the later counts.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import random
 import sys
 import tempfile
 import threading
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,32 +34,45 @@ if __package__ in (None, ""):  # run as a file: make the package importable, her
 
 import torch
 import transformers
+from torch import Tensor
 
+from benchmarks.record import header
 from shardwise.commands.verify import verify_rank
 from shardwise.errors import ShardwiseError
-from shardwise.job.schema import Job
+from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.model.build import load_config
 from shardwise.model.facts import ModelFacts
+from shardwise.plan.plan import World, resolve
 from shardwise.testing.oracle_start import AUTO
 from shardwise.testing.toy_configs import VOCABULARY, language_model_types, toy_config
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.setup import study
 
-TASKS = ("causal_lm", "masked_lm", "seq2seq_lm")
+TASKS = ("causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "token_classification")
+# Mappings of transformers without a task of ours, by a name for it; their types are refused, or have one of TASKS.
+OTHER_MAPPINGS = {
+    "image_text_to_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "speech_seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "ctc": "MODEL_FOR_CTC_MAPPING",
+}
 TENSOR, STAGES = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
 # Ranks and parallel section by the name of a layout; the first is the control.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "sharded 2": (2, {"sharded_data_parallel_degree": 2}),
-    "tensor 2": (2, TENSOR),
     "pipeline 2": (2, STAGES),
     "context 2": (2, {"context_parallel_degree": 2}),
+    "tensor 2": (2, TENSOR),
     "expert 2": (2, {"expert_parallel_degree": 2}),
     "tensor 2 x pipeline 2": (4, TENSOR | STAGES),
 }
-NO_TOY, AGREES, REFUSED, WRONG, RAW, HANG = "no toy", "agrees", "refused", "wrong", "raw error", "hang"
-FAULTS = (WRONG, RAW, HANG)
-LENGTH, SECONDS = 16, 90.0  # of a sequence, and of a cell
+CONTROL = next(iter(LAYOUTS))
+NO_TOY, AGREES, REFUSED = "no toy", "agrees", "refused"
+WRONG, RAW, HANG, LATE = "wrong", "raw error", "hang", "refused late"
+FAULTS = (WRONG, RAW, HANG, LATE)
+LENGTH, SECONDS = 16, 180.0  # of a sequence, and of a cell
+CLASSES, FIRST_TOKEN = 3, 10  # of a head, and the first that no toy config has as a special one
 # Vocabularies of a tokenizer that is trained: bytes, special tokens and the marks of spans.
 TRAINED = {"masked_lm": {"vocabulary_size": 262}, "seq2seq_lm": {"vocabulary_size": 360, "mean_span_length": 2.0}}
 
@@ -69,6 +87,39 @@ class CoverageCell:
     outcome: str
     reason: str
     transformers: str
+    commit: str = ""  # of shardwise
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is of."""
+        return self.task, self.model_type, self.layout
+
+
+@dataclass(frozen=True)
+class JudgedToy:
+    """A job of a cell as it is known before ranks start: with facts it may run, else `outcome` and `reason` say why."""
+
+    job: Job
+    facts: ModelFacts | None
+    outcome: str = ""
+    reason: str = ""
+
+
+class ClassifiedTokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows of tokens, each with a class, or one for each token; the last token ends the row."""
+
+    def __init__(self, for_tokens: bool, last: int | None, rows: int = 40) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(FIRST_TOKEN, VOCABULARY, (rows, LENGTH), generator=draw)
+        if last is not None:
+            self.ids[:, -1] = last
+        self.labels = torch.randint(0, CLASSES, (rows, LENGTH) if for_tokens else (rows,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
 def write_corpora(directory: Path) -> None:
@@ -84,16 +135,24 @@ def write_corpora(directory: Path) -> None:
 
 def toy_job(directory: Path, task: str, model_type: str, layout: str, precision: str = "fp64") -> Job:
     """Return the job of a cell, of which four sequences make a step."""
-    data: dict[str, Any] = {"sequence_length": LENGTH, "cache_directory": str(directory / "cache")}
     config = toy_config(model_type, experts_implementation="eager")
-    if task in TRAINED:
-        data |= {"path": str(directory / "text.txt"), "format": "text", **TRAINED[task]}
-        config["vocab_size"] = data["vocabulary_size"]
+    model: dict[str, Any] = {"config": config, "task": task, "attention": "eager"}
+    data: dict[str, Any] = {"sequence_length": LENGTH}
+    if task in CLASSIFICATION:
+        config.setdefault("pad_token_id", 0)
+        model["labels"] = [f"class {number}" for number in range(CLASSES)]
+        arguments = {"for_tokens": task == "token_classification", "last": _end_token(config)}
+        data |= {"factory": "benchmarks.coverage:ClassifiedTokens", "factory_arguments": arguments}
     else:
-        data |= {"path": str(directory / "tokens.jsonl"), "format": "tokens"}
+        data["cache_directory"] = str(directory / "cache")
+        if task in TRAINED:
+            data |= {"path": str(directory / "text.txt"), "format": "text", **TRAINED[task]}
+            config["vocab_size"] = data["vocabulary_size"]
+        else:
+            data |= {"path": str(directory / "tokens.jsonl"), "format": "tokens"}
     return Job.model_validate(
         {
-            "model": {"config": config, "task": task, "attention": "eager"},
+            "model": model,
             "data": data,
             "training": {"steps": 2, "sequences_per_step": 4, "microbatch_size": 1},
             "precision": {"compute": precision},
@@ -102,9 +161,21 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
     )
 
 
+def _end_token(config: dict[str, Any]) -> int | None:
+    """Return the token with which some families find the end of a sample."""
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    token = getattr(transformers.CONFIG_MAPPING[config["model_type"]](**values), "eos_token_id", None)
+    return token if isinstance(token, int) else None
+
+
+# --- on a rank -------------------------------------------------------------------------------------------------------
+
+
 def run_plain(job: Job) -> str:
     """Return why transformers itself cannot run the toy of a job; empty where it can."""
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    if last := job.data.factory_arguments.get("last"):
+        ids[:, -1] = last
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if job.model.task == "seq2seq_lm" else {})
     try:
         model = AUTO[job.model.task].from_config(load_config(job), dtype=torch.float32, attn_implementation="eager")
@@ -114,12 +185,28 @@ def run_plain(job: Job) -> str:
     return ""
 
 
-def study_toy(job: Job) -> ModelFacts | str:
-    """Return the facts of a job's model, or why it is refused."""
+def judge_toys(directory: Path, task: str, model_type: str, layouts: Sequence[str]) -> str | dict[str, JudgedToy]:
+    """Return what is known of a type's jobs before ranks start, by layout, or why transformers cannot run the toy."""
     try:
-        return study(job)
+        unable = run_plain(toy_job(directory, task, model_type, CONTROL))
+    except Exception as error:  # the config's class refuses the toy's values
+        unable = first_line(error)
+    return unable or {layout: judge_toy(toy_job(directory, task, model_type, layout), layout) for layout in layouts}
+
+
+def judge_toy(job: Job, layout: str) -> JudgedToy:
+    """Study the model of a job and judge its layout, as is done before ranks start."""
+    ranks = LAYOUTS[layout][0]
+    try:
+        facts = study(job)
+        if "fp64" in facts.unfit_dtypes:
+            job = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "fp32"})})
+        resolve(job, World(ranks, "cpu", ranks), facts)
     except ShardwiseError as error:
-        return str(error)
+        return JudgedToy(job, None, REFUSED, str(error))
+    except Exception as error:  # whatever it is: it has no name of ours
+        return JudgedToy(job, None, RAW, f"{last_line(error)} ({place_of(error)})")
+    return JudgedToy(job, facts)
 
 
 def verify_toy(job: Job, facts: ModelFacts) -> tuple[str, str]:
@@ -127,7 +214,7 @@ def verify_toy(job: Job, facts: ModelFacts) -> tuple[str, str]:
     try:
         report = verify_rank(job, torch.device("cpu"), 1, facts)
     except ShardwiseError as error:
-        return REFUSED, str(error)
+        return LATE, str(error)
     if report is None or report.agrees:
         return AGREES, ""
     return WRONG, f"{report.first}: {report.diagnosis}"
@@ -138,6 +225,20 @@ def first_line(error: object) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
+def last_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return file, line and function where an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+
+
+# --- the sweep -------------------------------------------------------------------------------------------------------
+
+
 def fault_of(error: WorldError) -> tuple[str, str]:
     """Return the outcome of a world that failed, and the last line of the rank that failed first."""
     report = error.reports[error.first]
@@ -145,46 +246,57 @@ def fault_of(error: WorldError) -> tuple[str, str]:
     return HANG if report.what == "hangs" else RAW, f"{report.what}: {lines[-1].strip()[:300]}"
 
 
-def outcome_of(pool: WorldPool, job: Job, ranks: int) -> tuple[str, str]:
+def outcome_of(pool: WorldPool, toy: JudgedToy, ranks: int) -> tuple[str, str]:
     """Return the outcome of one cell and its reason."""
+    if toy.facts is None:
+        return toy.outcome, toy.reason
     try:
-        facts = pool.run(1, study_toy, job, timeout=SECONDS)[0]
-        if isinstance(facts, str):
-            return REFUSED, facts
-        if "fp64" in facts.unfit_dtypes:
-            job = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "fp32"})})
-        outcome: tuple[str, str] = pool.run(ranks, verify_toy, job, facts, timeout=SECONDS)[0]
+        outcome: tuple[str, str] = pool.run(ranks, verify_toy, toy.job, toy.facts, timeout=SECONDS)[0]
     except WorldError as error:
         return fault_of(error)
     return outcome
 
 
 def cells_of(
-    pool: WorldPool, directory: Path, task: str, model_type: str, layouts: Iterable[str]
-) -> list[CoverageCell]:
-    """Return the cells of one type; of one that transformers cannot run a toy of, the control says why."""
+    pool: WorldPool, directory: Path, task: str, model_type: str, layouts: Sequence[str], commit: str = ""
+) -> Iterator[CoverageCell]:
+    """Yield the cells of one type; of one that transformers cannot run a toy of, the control says why."""
 
     def cell(layout: str, outcome: str, reason: str) -> CoverageCell:
-        return CoverageCell(task, model_type, layout, outcome, " ".join(reason.split()), transformers.__version__)
+        words = " ".join(reason.split())
+        return CoverageCell(task, model_type, layout, outcome, words, transformers.__version__, commit)
 
-    control = next(iter(LAYOUTS))
+    if task in OTHER_MAPPINGS:
+        yield cell(CONTROL, *refusal_of(model_type))
+        return
     try:
-        unable = pool.run(1, run_plain, toy_job(directory, task, model_type, control), timeout=SECONDS)[0]
-    except (WorldError, Exception) as error:  # the config's class refuses the toy's values
-        unable = first_line(error)
-    if unable:
-        return [cell(control, NO_TOY, unable)]
-    return [
-        cell(layout, *outcome_of(pool, toy_job(directory, task, model_type, layout), LAYOUTS[layout][0]))
-        for layout in layouts
-    ]
+        toys = pool.run(1, judge_toys, directory, task, model_type, layouts, timeout=SECONDS)[0]
+    except WorldError as error:
+        yield cell(CONTROL, *fault_of(error))
+        return
+    if isinstance(toys, str):
+        yield cell(CONTROL, NO_TOY, toys)
+        return
+    for layout, toy in toys.items():
+        yield cell(layout, *outcome_of(pool, toy, LAYOUTS[layout][0]))
+
+
+def refusal_of(model_type: str) -> tuple[str, str]:
+    """Return how a type is refused for which there is no task."""
+    try:
+        study(Job.model_validate({"model": {"config": {"model_type": model_type}}}))
+    except ShardwiseError as error:
+        return REFUSED, str(error)
+    except Exception as error:  # as in `judge_toy`
+        return RAW, f"{last_line(error)} ({place_of(error)})"
+    return WRONG, "it is not refused"
 
 
 def read_record(path: Path) -> list[CoverageCell]:
     """Return the cells of a record that are of the installed transformers."""
     lines = path.read_text().splitlines() if path.exists() else []
     cells = [CoverageCell(**json.loads(line)) for line in lines]
-    return [cell for cell in cells if cell.transformers == transformers.__version__]
+    return list({cell.key: cell for cell in cells if cell.transformers == transformers.__version__}.values())
 
 
 def table(cells: Sequence[CoverageCell]) -> str:
@@ -199,56 +311,112 @@ def table(cells: Sequence[CoverageCell]) -> str:
     return "\n".join(rows)
 
 
+def popular_types() -> list[tuple[str, str]]:
+    """Return tasks and types that are counted as popular."""
+    names = json.loads(Path(__file__).with_name("popular_types.json").read_text())
+    return [tuple(name.split("/", 1)) for name in names]
+
+
+def all_types(tasks: Sequence[str]) -> list[tuple[str, str]]:
+    """Return tasks and types of the installed transformers, the popular ones first."""
+    languages = {task: language_model_types(task) for task in TASKS}
+    known = {model_type for types in languages.values() for model_type in types}
+    others = {task: sorted(_types_of(mapping) - known) for task, mapping in OTHER_MAPPINGS.items()}
+    found = [(task, model_type) for task in tasks for model_type in (languages | others)[task]]
+    popular = [case for case in popular_types() if case in set(found)]
+    return popular + [case for case in found if case not in set(popular)]
+
+
+def _types_of(mapping: str) -> set[str]:
+    """Return the types of one of transformers' mappings, by its name."""
+    return {config.model_type for config in getattr(transformers, mapping)}
+
+
 def drawn_types(sample: int | None, seed: int, tasks: Sequence[str] = TASKS) -> list[tuple[str, str]]:
     """Return tasks and types, all in order or so many by chance."""
-    types = [(task, model_type) for task in tasks for model_type in language_model_types(task)]
+    types = all_types(tasks)
     return types if sample is None else random.Random(seed).sample(types, min(sample, len(types)))
 
 
-def sweep(types: Sequence[tuple[str, str]], layouts: Sequence[str], record: Path, processes: int) -> list[CoverageCell]:
+def lacking(
+    record: Path, types: Sequence[tuple[str, str]], layouts: Sequence[str], again: Collection[str]
+) -> dict[tuple[str, str], list[str]]:
+    """Return the layouts of each type that a record lacks, or whose outcome is to be had `again`."""
+    known = {cell.key for cell in read_record(record) if cell.outcome not in again}
+    without = {cell.key[:2] for cell in read_record(record) if cell.outcome == NO_TOY and NO_TOY not in again}
+    left = {
+        case: [layout for layout in layouts if (*case, layout) not in known]
+        for case in types
+        if case not in without and not (case[0] in OTHER_MAPPINGS and (*case, CONTROL) in known)
+    }
+    return {case: names for case, names in left.items() if names}
+
+
+def sweep(
+    types: Sequence[tuple[str, str]], layouts: Sequence[str], record: Path, processes: int, again: Collection[str] = ()
+) -> list[CoverageCell]:
     """Run the cells of `types` that the record lacks; return all of them."""
-    known = {(cell.task, cell.model_type) for cell in read_record(record)}
-    left = [case for case in types if case not in known]
-    lock, own = threading.Lock(), threading.local()
+    lock, own, commit = threading.Lock(), threading.local(), current_commit()
     with tempfile.TemporaryDirectory(prefix="shardwise-coverage-") as place:
         directory = Path(place)
         write_corpora(directory)
         pools: list[WorldPool] = []
 
-        def run(case: tuple[str, str]) -> None:
+        def run(case: tuple[str, str], names: list[str]) -> None:
             if not hasattr(own, "pool"):
                 own.pool = WorldPool()
                 pools.append(own.pool)
-            cells = cells_of(own.pool, directory, *case, layouts)
-            with lock, record.open("a") as file:
-                file.writelines(json.dumps(asdict(cell)) + "\n" for cell in cells)
+            for cell in cells_of(own.pool, directory, *case, names, commit):
+                with lock, record.open("a") as file:
+                    file.write(json.dumps(asdict(cell)) + "\n")
 
         try:
             with ThreadPoolExecutor(processes) as executor:
-                list(executor.map(run, left))
+                left = lacking(record, types, layouts, again)
+                list(executor.map(run, left, left.values()))
         finally:
             for pool in pools:
                 pool.close()
-    return [cell for cell in read_record(record) if (cell.task, cell.model_type) in set(types)]
+    return [cell for cell in read_record(record) if cell.key[:2] in set(types)]
+
+
+def current_commit() -> str:
+    """Return the checkout's commit in short, with a `+` where the working tree differs from it."""
+    commit: str = header(())["commit"]
+    return commit[:8] + "+" * commit.endswith("+changes")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep and print its table; 1 where a cell is a fault."""
+    options = parsed(arguments)
+    types = drawn_types(options.sample, options.seed, options.tasks)
+    types = [case for case in types if not options.types or case[1] in options.types]
+    types = [case for case in types if not options.popular or case in set(popular_types())]
+    print(f"transformers {transformers.__version__}, {len(types)} types, seed {options.seed}")
+    cells = sweep(types, options.layouts, options.record, options.processes, options.again)
+    print(table(cells))
+    if options.page:
+        from benchmarks.coverage_page import page
+
+        options.page.write_text(page(read_record(options.record)), encoding="utf-8")
+    return int(any(cell.outcome in FAULTS for cell in cells))
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__)
+    tasks = (*TASKS, *OTHER_MAPPINGS)
     parser.add_argument("--record", type=Path, required=True, help="JSON lines, a cell each; what is there is not run")
-    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--types", nargs="+", help="model types; all where it is left out")
+    parser.add_argument("--popular", action="store_true", help="only types that are counted as popular")
+    parser.add_argument("--again", nargs="+", default=[], help="outcomes of the record whose cells run again")
     parser.add_argument("--sample", type=int, help="so many types, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="worlds that run at the same time")
-    options = parser.parse_args(arguments)
-    types = drawn_types(options.sample, options.seed, options.tasks)
-    types = [case for case in types if not options.types or case[1] in options.types]
-    print(f"transformers {transformers.__version__}, {len(types)} types, seed {options.seed}")
-    cells = sweep(types, options.layouts, options.record, options.processes)
-    print(table(cells))
-    return int(any(cell.outcome in FAULTS for cell in cells))
+    parser.add_argument("--page", type=Path, help="write the reference page of all cells of the record")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ import transformers
 
 from benchmarks import coverage
 from benchmarks.coverage import AGREES, HANG, NO_TOY, RAW, REFUSED, CoverageCell
+from benchmarks.coverage_page import SHOWN, page
 from shardwise.testing.world import RankOutcome, WorldError, WorldPool
 
 SEED = 20261126
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 
 
 def a_cell(layout: str, outcome: str, reason: str = "", version: str = transformers.__version__) -> CoverageCell:
@@ -22,20 +26,23 @@ def test_a_table_counts_outcomes_and_names_faults() -> None:
     text = coverage.table(
         [a_cell("tensor 2", AGREES), a_cell("tensor 2", REFUSED, "no plan"), a_cell("context 2", HANG)]
     )
-    assert "| tensor 2 | 1 | 1 | 0 | 0 | 0 |" in text
+    assert "| tensor 2 | 1 | 1 | 0 | 0 | 0 | 0 |" in text
     assert "- causal_lm llama, context 2: hang" in text and "no plan" not in text
 
 
 def test_a_record_is_gone_on_with_for_one_version_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        coverage, "cells_of", lambda pool, directory, task, kind, layouts: [a_cell("sharded 2", AGREES)]
-    )
+    made = iter([a_cell("sharded 2", RAW), a_cell("sharded 2", AGREES)])
+    monkeypatch.setattr(coverage, "cells_of", lambda *_: [next(made)])
     record = tmp_path / "record.jsonl"
-    for _ in range(2):
-        cells = coverage.sweep([("causal_lm", "llama")], ["sharded 2"], record, 1)
-    assert cells == [a_cell("sharded 2", AGREES)] and len(record.read_text().splitlines()) == 1
+    for again, outcome in (((), RAW), ((), RAW), ((RAW,), AGREES)):
+        cells = coverage.sweep([("causal_lm", "llama")], ["sharded 2"], record, 1, again)
+        assert cells == [a_cell("sharded 2", outcome)]
+    assert len(record.read_text().splitlines()) == 2
+    assert coverage.lacking(record, [("causal_lm", "llama")], ["sharded 2", "tensor 2"], ()) == {
+        ("causal_lm", "llama"): ["tensor 2"]
+    }
     monkeypatch.setattr(transformers, "__version__", "0")
     assert coverage.read_record(record) == []
 
@@ -53,8 +60,44 @@ def test_worlds_that_fail_are_faults(what: str, outcome: str) -> None:
 
 def test_cells_of_a_type(world_pool: WorldPool, tmp_path: Path) -> None:
     coverage.write_corpora(tmp_path)
-    cells = coverage.cells_of(world_pool, tmp_path, "causal_lm", "llama", ["sharded 2", "expert 2"])
+    cells = list(coverage.cells_of(world_pool, tmp_path, "causal_lm", "llama", ["sharded 2", "expert 2"]))
     assert [cell.outcome for cell in cells] == [AGREES, REFUSED], cells
     assert "expert" in cells[1].reason
     (unable,) = coverage.cells_of(world_pool, tmp_path, "causal_lm", "gemma4_assistant", ["sharded 2"])
     assert unable.outcome == NO_TOY and unable.reason
+    (other,) = coverage.cells_of(world_pool, tmp_path, "image_classification", "vit", ["sharded 2"])
+    assert other.outcome == REFUSED and "model.factory" in other.reason
+
+
+def test_a_page_says_what_ran_and_nothing_else() -> None:
+    lines = page([a_cell("sharded 2", AGREES), a_cell("expert 2", REFUSED, "expert_parallel_degree=2: no experts")])
+    (row,) = [line for line in lines.splitlines() if line.startswith("| `llama` |")]
+    assert row == "| `llama` |  | yes |  |  |  | no |  |"
+    assert "| expert 2 | no experts | `llama` |" in lines
+    (counts,) = [line for line in lines.partition("popular ones")[2].splitlines() if line.startswith("| sharded 2 |")]
+    assert re.fullmatch(r"\| sharded 2 \| 1 \| 0 \| 0 \| 0 \| 0 \| 0 \| \d+ \|", counts)
+
+
+def test_the_page_is_of_a_run_without_faults() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    tables = re.findall(
+        r"^\| (?:one process|\w+ 2.*?) \| \d+ \| \d+ \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", text, re.M
+    )
+    assert len(tables) == 2 * len(coverage.LAYOUTS)
+    assert {count for row in tables for count in row} == {"0"}
+
+
+@pytest.mark.slow
+def test_cells_of_the_page_are_what_a_run_gives(world_pool: WorldPool, tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("the page is of another version of transformers")
+    coverage.write_corpora(tmp_path)
+    rows = re.findall(r"^\| `([\w.-]+)` \|((?: (?:yes|no|) \|){7})$", text.partition("### causal_lm")[2], re.M)
+    for model_type, row in random.Random(SEED).sample(
+        rows[: len(coverage.drawn_types(None, 0, ["causal_lm"])) // 2], 4
+    ):
+        said = dict(zip(coverage.LAYOUTS, (word.strip() for word in row.split("|")), strict=False))
+        names = [layout for layout, word in said.items() if word]
+        cells = coverage.cells_of(world_pool, tmp_path, "causal_lm", model_type, names)
+        assert {cell.layout: SHOWN.get(cell.outcome) for cell in cells} == {name: said[name] for name in names}
