@@ -136,7 +136,9 @@ def write_corpora(directory: Path) -> None:
 def toy_job(directory: Path, task: str, model_type: str, layout: str, precision: str = "fp64") -> Job:
     """Return the job of a cell, of which four sequences make a step."""
     config = toy_config(model_type, experts_implementation="eager")
-    model: dict[str, Any] = {"config": config, "task": task, "attention": "eager"}
+    # An eager softmax is one of fp32, which rounds what ranks with parts of a sequence do not share in the last bit.
+    attention = "auto" if layout == "context 2" else "eager"
+    model: dict[str, Any] = {"config": config, "task": task, "attention": attention}
     data: dict[str, Any] = {"sequence_length": LENGTH}
     if task in CLASSIFICATION:
         config.setdefault("pad_token_id", 0)

@@ -61,9 +61,9 @@ def _conditions(cells: Sequence[CoverageCell]) -> Iterator[str]:
     commits = Counter(cell.commit for cell in cells)
     ran = ", ".join(f"{commit} ({count} cells)" for commit, count in commits.items())
     yield "A toy of each type of transformers' mappings that runs at toy size, on each layout of two or four CPU"
-    yield "ranks in fp64 (fp32 where the model computes in no other), with `model.attention: eager`. Yes: one step agrees"
-    yield "with one process ([how](../how-to/verify.md)). No: refused by name before anything starts, by `doctor`,"
-    yield "`--print-plan` and `train` alike. Empty: not run yet.\n"
+    yield "ranks in fp64 (fp32 where the model computes in no other). Attention is `eager`; under context `auto`, since"
+    yield "an eager softmax is one of fp32. Yes: one step agrees with one process ([how](../how-to/verify.md)). No:"
+    yield "refused by name before anything starts, by `doctor`, `--print-plan` and `train` alike. Empty: not run yet.\n"
     yield f"transformers {transformers.__version__}, torch {torch.__version__}; commits {ran}.\n"
 
 
