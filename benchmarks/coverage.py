@@ -40,7 +40,7 @@ from benchmarks.record import header
 from shardwise.commands.verify import verify_rank
 from shardwise.errors import ShardwiseError
 from shardwise.job.schema import CLASSIFICATION, Job
-from shardwise.model.build import load_config
+from shardwise.model.build import load_config, prepare_for_training
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.oracle_start import AUTO
@@ -181,7 +181,7 @@ def run_plain(job: Job) -> str:
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if job.model.task == "seq2seq_lm" else {})
     try:
         model = AUTO[job.model.task].from_config(load_config(job), dtype=torch.float32, attn_implementation="eager")
-        model(**inputs).logits.sum().backward()
+        prepare_for_training(model)(**inputs).logits.sum().backward()
     except Exception as error:  # each type has its own way to refuse values
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
@@ -193,14 +193,18 @@ def judge_toys(directory: Path, task: str, model_type: str, layouts: Sequence[st
         unable = run_plain(toy_job(directory, task, model_type, CONTROL))
     except Exception as error:  # the config's class refuses the toy's values
         unable = first_line(error)
-    return unable or {layout: judge_toy(toy_job(directory, task, model_type, layout), layout) for layout in layouts}
+    studied: dict[tuple[bool, str], ModelFacts] = {}
+    return unable or {
+        layout: judge_toy(toy_job(directory, task, model_type, layout), layout, studied) for layout in layouts
+    }
 
 
-def judge_toy(job: Job, layout: str) -> JudgedToy:
-    """Study the model of a job and judge its layout, as is done before ranks start."""
+def judge_toy(job: Job, layout: str, studied: dict[tuple[bool, str], ModelFacts]) -> JudgedToy:
+    """Study the model of a job and judge its layout, as is done before ranks start; `studied` is of the same model."""
     ranks = LAYOUTS[layout][0]
+    form = job.parallel.pipeline_parallel_degree > 1, str(job.model.attention)  # on which a study depends
     try:
-        facts = study(job)
+        facts = studied[form] = studied.get(form) or study(job)
         if "fp64" in facts.unfit_dtypes:
             job = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "fp32"})})
         resolve(job, World(ranks, "cpu", ranks), facts)

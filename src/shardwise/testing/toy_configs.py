@@ -83,6 +83,14 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "kimi_linear": {**LATENT, "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba2": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "hybrid_layer_ids": [1, 2],
+    },
     "zaya": {"num_experts_per_tok": 1},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
@@ -128,7 +136,18 @@ def _small(config: Any) -> dict[str, Any]:
             values[name] = 1 + len(values) % 8
         elif name.endswith("layerdrop"):
             values[name] = 0.0
+        elif name == "layer_types" and isinstance(value, list):
+            values |= _layers_of_each_kind(value, values)
         inner = vars(config).get(name)
         if hasattr(inner, "to_dict"):
             values[name] = _small(inner)
     return values
+
+
+def _layers_of_each_kind(kinds: list[str], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the layers of a toy of a family whose layers are of several kinds, one of each."""
+    different = list(dict.fromkeys(kinds))
+    number = next((name for name in ("num_hidden_layers", "num_layers", "n_layer") if name in values), None)
+    if len(different) < 2 or number is None:
+        return {}
+    return {"layer_types": different, number: len(different)}
