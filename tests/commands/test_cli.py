@@ -334,7 +334,10 @@ def test_help_and_mistakes_need_no_torch() -> None:
         (
             "mpt",
             {},
-            ["tensor no: there is no plan for mpt yet", "sequence no: there is no plan"],
+            [
+                "tensor degree 2 to 64, by outputs: there is no plan for mpt yet",
+                "sequence no: the outputs of its split",
+            ],
         ),
         ("gemma2", {"head_dim": 4}, ["loss of whole logits"]),
         ("modernbert", {"pad_token_id": 0}, ["model modernbert", "sharding any degree, block by block"]),

@@ -7,18 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from shardwise.errors import LegalityError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model import registry
 from shardwise.model import tensor_plan as plans
 from shardwise.model.build import build_model
 from shardwise.model.capability import SUPPORTED
-from shardwise.model.discover import discover
+from shardwise.model.discover import discover, find_block_lists
 from shardwise.model.family import Family
+from shardwise.model.probe import probe_forward
 from shardwise.model.registry import known_families
 from shardwise.model.split_rules import COLUMN, ROW
+from shardwise.plan.plan import World, resolve
 from tests.parity.jobs import TENSOR_CONFIGS
 
 OWN_SPLITS = {
@@ -76,7 +80,9 @@ def test_our_tables_agree_with_those_of_transformers_where_there_are_both(family
     """Up to transformers 5.17 there are none; a later version may bring some."""
     published = published_plan(family)
     ours = {name: split.kind for name, split in OWN_SPLITS[family].items() if split.kind != "inner"}
-    if known_families()[family].experts:  # transformers' leaves shared experts whole, and up to 5.17 all experts
+    if "experts" in " ".join(
+        OWN_SPLITS[family]
+    ):  # transformers' leaves shared experts whole, and up to 5.17 all experts
         published = {name: kind for name, kind in published.items() if not name.startswith("layers.*.mlp.experts")}
         ours = {name: kind for name, kind in ours.items() if "expert" not in name}
     assert not published or {name: plans.PUBLISHED[kind].kind for name, kind in published.items()} == ours
@@ -131,10 +137,45 @@ def test_experts_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     experts.bias = nn.Parameter(torch.empty(3, device="meta"))
     assert "'model.layers.0.mlp.experts' of mixtral is no pair of stacks" in _refusal(mixtral)
     del experts.bias
-    experts.is_concatenated = False  # gate and up in turns
+    monkeypatch.setattr(type(experts), "forward", _in_turns)
     assert "is no pair of stacks" in _refusal(mixtral)
-    _give_record(monkeypatch, replace(known_families()["mixtral"], experts=False))
-    assert "qwen3_moe alone, and those of mixtral are not built yet" in _refusal(mixtral)
+
+
+def _in_turns(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Experts with gate and up in turns, all of them for each token."""
+    both = torch.einsum("th,efh->etf", hidden_states, self.gate_up_proj)
+    inner = both[..., ::2].sigmoid() * both[..., 1::2]
+    return torch.einsum("etf,ehf->th", inner, self.down_proj)
+
+
+def test_where_there_is_no_plan_layers_are_split_by_outputs() -> None:
+    """Linear layers that run, whose weights nothing else reads, and that are no routers."""
+    small = {**SMALL, "hidden_size": 32, "intermediate_size": 24, "num_experts": 20, "num_experts_per_tok": 2}
+    job = Job.model_validate({"model": {"config": {"model_type": "olmoe", **small}}})
+    facts = discover(build_model(job), job)
+    assert "rowwise_split_input, which is not built yet" in facts.heads_whole and facts.supports(Axis.TENSOR).ok
+    kinds = {name.removeprefix("model.layers.0."): split.kind for name, split in facts.tensor_splits.items()}
+    names = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")]
+    assert kinds == {**dict.fromkeys(names, "gathered"), "mlp.experts": "experts"}
+    assert facts.fewest_gathered == 32 and "gathered" in facts.sequence_parallel.reason
+    with pytest.raises(LegalityError, match="use at most 32"):
+        resolve(
+            Job.model_validate({**job.model_dump(), "parallel": {"tensor_parallel_degree": 64}}),
+            World(64, "cpu", 64),
+            facts,
+        )
+
+
+def test_a_layer_whose_weight_other_code_reads_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama: Any = model("llama", intermediate_size=12)
+    monkeypatch.setattr(
+        type(llama.model.layers[0].mlp),
+        "forward",
+        lambda self, x: self.down_proj(self.gate_proj(x) * nn.functional.linear(x, self.up_proj.weight)),
+    )
+    called = probe_forward(llama, find_block_lists(llama), 4).called_linears
+    assert {name.rpartition(".")[2] for name in called if "mlp" in name} == {"gate_proj", "down_proj"}
+    assert len(called) == 6
 
 
 def _missing(made: nn.Module, name: str) -> bool:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import coverage
 from shardwise.job.schema import Job
 from shardwise.testing.capture import gather
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
 from shardwise.training.step import train_step
-from tests.parity.jobs import check_agrees, span_job, t5_job, tensor_job
+from tests.parity.jobs import check_agrees, facts_of, span_job, t5_job, tensor_job
 
 TWO = {"tensor_parallel_degree": 2}
 FOUR = {"tensor_parallel_degree": 4}
@@ -109,6 +110,35 @@ def test_a_t5_of_a_config_agrees_with_one_process(
     world_pool: WorldPool, corpora: Path, ranks: int, settings: dict[str, Any]
 ) -> None:
     check_agrees(world_pool, ranks, span_job(corpora, **settings))
+
+
+# Models whose heads stay whole: two stacks, fused projections, latent attention with experts; dropout of attention too.
+GATHERED = [
+    ("seq2seq_lm", "bart", 2, {"parallel": TWO}),
+    ("masked_lm", "electra", 4, {"parallel": {**TWO, "pipeline_parallel_degree": 2}}),
+    ("causal_lm", "mpt", 3, {"parallel": {"tensor_parallel_degree": 3}}),  # which divides no size
+    ("causal_lm", "phi3", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "model": {"attention": "auto"}}),
+    ("causal_lm", "deepseek_v3", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}}),
+    ("causal_lm", "gpt_bigcode", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}}),
+    ("causal_lm", "phi3", 2, {"parallel": TWO, "adapter": {"method": "lora", "rank": 4}}),
+    ("causal_lm", "mpt", 2, {"parallel": TWO, **FP32, "precision": {"compute": "bf16"}}),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task, model_type, ranks, settings", GATHERED)
+def test_layers_that_are_split_by_outputs_agree_with_one_process(
+    world_pool: WorldPool, tmp_path: Path, task: str, model_type: str, ranks: int, settings: dict[str, Any]
+) -> None:
+    coverage.write_corpora(tmp_path)
+    job = coverage.toy_job(tmp_path, task, model_type, coverage.CONTROL)
+    sections = job.model_dump(mode="json", exclude_unset=True)
+    dropout = 0.1 if "auto" not in str(settings) and model_type not in ("phi3", "deepseek_v3") else None
+    sections["model"] |= {"dropout": dropout, **settings.get("model", {})}
+    changed = {**sections, **{name: {**sections.get(name, {}), **own} for name, own in settings.items()}}
+    job = Job.model_validate(changed)
+    assert facts_of(job).heads_whole
+    check_agrees(world_pool, ranks, job)
 
 
 def initial(job: Job) -> dict[str, Tensor]:

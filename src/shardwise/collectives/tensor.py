@@ -108,6 +108,37 @@ def reduce_from_region(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _apply(values, summed, _same, group)
 
 
+@dataclass(frozen=True)
+class FeatureParts:
+    """The features of activations over the ranks of `group`, the last dim of which is in parts of these `sizes`."""
+
+    group: dist.ProcessGroup
+    index: int  # this rank's number in the group
+    sizes: tuple[int, ...]
+
+
+def gather_features(values: Tensor, parts: FeatureParts) -> Tensor:
+    """Return all features, of which each rank brings its own, on ranks that then do the same with them.
+
+    Megatron's gather_from_tensor_model_parallel_region: the gradients that come back are equal, each keeps its own.
+    """
+    return _apply(values, _gathered_features, _own_features, parts)
+
+
+def _gathered_features(values: Tensor, parts: FeatureParts) -> Tensor:
+    most = max(parts.sizes)
+    own = values if values.shape[-1] == most else F.pad(values, (0, most - values.shape[-1]))
+    everyone = own.new_empty(len(parts.sizes), *own.shape)
+    with collective_name(ACTIVATIONS, parts.group, "all_gather"):
+        all_gather_single(everyone.view(-1, most), own.reshape(-1, most).contiguous(), group=parts.group)
+    return torch.cat([part[..., :size] for part, size in zip(everyone, parts.sizes, strict=True)], -1)
+
+
+def _own_features(values: Tensor, parts: FeatureParts) -> Tensor:
+    before = sum(parts.sizes[: parts.index])
+    return values[..., before : before + parts.sizes[parts.index]].contiguous()
+
+
 def gather_to_region(values: Tensor, rows: SequenceRows) -> Tensor:
     """Return all positions, of which each rank brings its own; their gradients are summed, and each keeps its own.
 

@@ -174,6 +174,11 @@ def _degrees(model: DegreeTrial, axis: Axis) -> str:
     return _legal_degrees(model.job, model.facts, axis) if capability.ok else f"no: {capability.reason}"
 
 
+def _tensor_degrees(model: DegreeTrial, axis: Axis) -> str:
+    why = model.facts.heads_whole
+    return _degrees(model, axis) + (f", by outputs: {why}" if why else "")
+
+
 def _stage_degrees(model: DegreeTrial, axis: Axis) -> str:
     staged = replace(model, facts=model.staged)
     return _degrees(staged, axis) + (", stages cut from its traced forward" if staged.facts.stages.traced else "")
@@ -189,7 +194,7 @@ class AxisRow(NamedTuple):
 AXIS_ROWS: dict[Axis, AxisRow] = {
     Axis.REPLICA: AxisRow("replicas", _any_degree),
     Axis.SHARD: AxisRow("sharding", _shard_units),
-    Axis.TENSOR: AxisRow("tensor", _degrees),
+    Axis.TENSOR: AxisRow("tensor", _tensor_degrees),
     Axis.CONTEXT: AxisRow("context", _degrees),
     Axis.PIPELINE: AxisRow("pipeline", _stage_degrees),
     Axis.EXPERT: AxisRow("experts", _degrees),

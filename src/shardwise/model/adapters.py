@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from shardwise.job.schema import AdapterSection
 from shardwise.model.facts import BlockFacts, LayerAdapter, ModelFacts
-from shardwise.model.tensor_split import TensorSplit
+from shardwise.model.tensor_split import LINEAR_KINDS, TensorSplit
 
 Number = TypeVar("Number", int, float)
 ALL_LINEAR = "all-linear"
@@ -144,11 +144,11 @@ def adapter_shapes(layer: str, adapter: LayerAdapter) -> dict[str, tuple[int, ..
 def adapter_split(facts: ModelFacts, owner: str) -> TensorSplit | None:
     """Return how tensor ranks split the parameter of `owner`, such as LAYER.lora_B; None where each holds it whole.
 
-    A column layer's B and magnitude are split as its output features are, a row layer's A as its input features.
+    B and magnitude are split as the output features of a layer are, a row layer's A as its input features.
     """
     layer, _, kind = owner.rpartition(".")
     split = _layer_split(facts, layer) if layer in facts.adapters else None
-    if split is None or split.kind not in ("column", "row") or (kind == LORA_A) != (split.kind == "row"):
+    if split is None or split.kind not in LINEAR_KINDS or (kind == LORA_A) != (split.kind == "row"):
         return None
     stacked = 1 if facts.adapters[layer].experts else 0
     return replace(split, dim=stacked + (1 if kind == LORA_A else 0))
@@ -166,7 +166,7 @@ def partial_adapters(facts: ModelFacts) -> list[str]:
 
     Those are a column layer's A, whose gradient comes through B's parts, and a row layer's B and magnitude.
     """
-    owners = {"column": (LORA_A,), "row": (LORA_B, MAGNITUDE)}
+    owners = {"column": (LORA_A,), "gathered": (LORA_A,), "row": (LORA_B, MAGNITUDE)}
     splits = {layer: _layer_split(facts, layer) for layer in facts.adapters}
     kinds = {layer: split.kind for layer, split in splits.items() if split is not None}
     return [f"{layer}.{owner}" for layer, kind in kinds.items() for owner in owners.get(kind, ())]

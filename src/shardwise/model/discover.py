@@ -62,7 +62,7 @@ from shardwise.model.registry import family_of
 from shardwise.model.rehearsal import reads_absent_weights, rehearse_stage
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.stage_cut import stage_facts
-from shardwise.model.tensor_plan import sequence_capability, tensor_plan, vocabulary_parameters
+from shardwise.model.tensor_plan import gathered_splits, sequence_capability, tensor_plan, vocabulary_parameters
 from shardwise.model.tensor_split import TensorSplit
 from shardwise.model.user_state import user_state_kept
 from shardwise.model.weight_dtypes import with_weight_dtypes
@@ -106,7 +106,7 @@ def _discover(
     forward = probe_forward(model, lists, job.data.sequence_length, example)
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    splits, tensor = _tensor_plan(model, config)
+    splits, tensor, heads_whole = _tensor_plan(model, config, forward)
     parents = parents_that_initialize(model, blocks)
     stages, pipeline = _stages(model, lists, ties, forward, example, parents)
     examined = ExaminedModel(model, tuple(blocks), forward, tensor, pipeline)
@@ -133,6 +133,7 @@ def _discover(
         stages=stages,
         parameter_shapes=shapes,
         tensor_splits=splits,
+        heads_whole=heads_whole,
         vocabulary_parameters=vocabulary_parameters(model, forward.head),
         per_head_arguments=family.per_head_arguments,
         linears=_linears(model, blocks),
@@ -156,12 +157,20 @@ def _discover(
     return with_weight_dtypes(with_packed_base(facts, job.adapter), job.model)
 
 
-def _tensor_plan(model: nn.Module, config: Any) -> tuple[dict[str, TensorSplit], Capability]:
-    """Return how modules can be split over tensor ranks, whose heads are counted alike in all layers."""
+def _tensor_plan(
+    model: nn.Module, config: Any, forward: ForwardProbe
+) -> tuple[dict[str, TensorSplit], Capability, str]:
+    """Return how modules can be split over tensor ranks, and why heads stay whole where they do.
+
+    Heads are shared where they are counted alike in all layers.
+    """
     splits, capability = tensor_plan(model)
     if getattr(config, "is_heterogeneous", False):
         capability = refused(f"the layers of {config.model_type} differ in size")
-    return splits, capability
+    if capability.ok or not isinstance(model, PreTrainedModel):
+        return splits, capability, ""
+    gathered = gathered_splits(model, forward.called_linears)
+    return (gathered, SUPPORTED, capability.reason) if gathered else (splits, capability, "")
 
 
 def _transformers_start(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> dict[str, Any]:

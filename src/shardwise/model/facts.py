@@ -209,6 +209,7 @@ class ModelFacts:
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
+    heads_whole: str = ""  # why outputs of split layers are gathered, and no heads or inner features split; else empty
     vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
     per_head_arguments: tuple[str, ...] = ()  # of its attention modules, made for all heads
@@ -330,6 +331,12 @@ class ModelFacts:
     def key_values_apart(self) -> bool:
         """Tell whether some module makes keys or values alone."""
         return any(split.key_value for split in self.tensor_splits.values())
+
+    @cached_property
+    def fewest_gathered(self) -> int:
+        """Output features of the smallest layer whose outputs are gathered; 0 where there is none."""
+        names = [name for name, split in self.tensor_splits.items() if split.kind == "gathered"]
+        return min((self.linears[name][1] for name in names), default=0)
 
     @cached_property
     def shared_parts(self) -> int:

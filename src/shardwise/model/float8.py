@@ -9,6 +9,7 @@ of layers). Embeddings, norms and head are never among them: they are outside of
 from __future__ import annotations
 
 from shardwise.model.facts import ModelFacts
+from shardwise.model.tensor_split import LINEAR_KINDS
 
 MULTIPLE = 16  # of both sizes of a layer, or the hardware's products refuse it
 # Scaling -> pairs: a layer of at most so many (inputs, outputs) does not gain.
@@ -47,7 +48,7 @@ def local_sizes(facts: ModelFacts, name: str, tensor_degree: int) -> tuple[int, 
     """Return (inputs, outputs) of a linear layer's part on one tensor rank."""
     inputs, outputs = facts.linears[name]
     split = facts.tensor_splits.get(name)
-    if split is None or tensor_degree == 1 or split.kind not in ("row", "column"):
+    if split is None or tensor_degree == 1 or split.kind not in LINEAR_KINDS:
         return inputs, outputs
     if split.kind == "row":
         return inputs // tensor_degree, outputs

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shardwise.model.adapters import LORA_A, LORA_B
 from shardwise.model.facts import ModelFacts
+from shardwise.model.tensor_split import LINEAR_KINDS
 
 Parts = tuple[slice, ...]
 
@@ -87,7 +88,7 @@ def is_hidden_matrix(facts: ModelFacts, name: str) -> bool:
     is_adapter = module.rpartition(".")[2] in (LORA_A, LORA_B)
     is_router = any(module == router for router, _ in facts.routers.values())
     split = facts.tensor_splits.get(module)  # of a class of its own, such as Falcon's linear layers
-    is_linear = module in facts.linears or (split is not None and split.kind in ("column", "row"))
+    is_linear = module in facts.linears or (split is not None and split.kind in LINEAR_KINDS)
     return len(shape) == 2 and leaf == "weight" and (is_adapter or (is_linear and not is_router))
 
 

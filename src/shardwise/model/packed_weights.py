@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from shardwise.job.schema import AdapterSection
 from shardwise.model.facts import ModelFacts
-from shardwise.model.tensor_split import TensorSplit
+from shardwise.model.tensor_split import LINEAR_KINDS, TensorSplit
 
 BLOCK = 64  # elements, as in QLoRA (arXiv 2305.14314, section 3)
 SCALE_BYTES = 4
@@ -53,7 +53,7 @@ def cut_blocks(facts: ModelFacts, degree: int) -> Iterator[tuple[str, int]]:
 def _local_sections(facts: ModelFacts, shape: Sequence[int], split: TensorSplit, degree: int) -> list[int]:
     """Return the sizes of what a tensor rank has of each section along the last dim."""
     last = len(shape) - 1
-    if split.kind not in ("column", "row") or split.dim != last:
+    if split.kind not in LINEAR_KINDS or split.dim != last:
         return [shape[-1]]
     sections, groups = split.along(shape[last], degree)
     ranks = degree // groups // (facts.key_value_copies(degree) if split.key_value else 1)

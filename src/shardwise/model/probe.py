@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise._torch_compat.tracing import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
@@ -116,6 +118,7 @@ class ForwardProbe:
     effects: ForwardEffects = NO_EFFECTS
     container_changing_blocks: tuple[str, ...] = ()  # those that change a list, a dict or an object that they are given
     changed_number: str = ""  # that a block changes and other code may read
+    called_linears: tuple[str, ...] = ()  # linear layers of blocks whose parameters nothing else reads
     failure: str = ""
 
 
@@ -420,6 +423,8 @@ class _RecordedForward:
         if not isinstance(model, PreTrainedModel):
             self.functions.watch_owners(model, [name for names in block_lists for name in names])
             self.numbers = BlockNumbers(model, [name for names in block_lists for name in names])
+        else:
+            self.functions.watch_linears(model, [name for names in block_lists for name in names])
         if self.head is not None:
             self.head.register_forward_hook(self.functions.record_head)
 
@@ -506,6 +511,7 @@ class _RecordedForward:
             ),
             container_changing_blocks=tuple(block.name for block in blocks if block.changes_container),
             changed_number=self.numbers.changed,
+            called_linears=functions.called_linears(),
         )
 
 
@@ -529,6 +535,10 @@ class _FunctionCalls(TorchFunctionMode):
         self.outside_reads: set[str] = set()
         self.blocks: tuple[str, ...] = ()
         self.takes_outer_gradient = False
+        self.linears: dict[str, str] = {}  # parameter -> its linear layer
+        self.called: set[str] = set()  # linear layers
+        self.read_elsewhere: set[str] = set()  # those whose parameters were read while they did not run
+        self.running = ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -556,6 +566,9 @@ class _FunctionCalls(TorchFunctionMode):
         if self.owners and (getattr(func, "__name__", "") not in LOOKS or isinstance(result, Tensor)):
             names = {self.names.get(id(leaf), "") for leaf in tree_leaves([args, kwargs])} & self.owners.keys()
             self.outside_reads |= {name for name in names if not set(self.owners[name]) & set(self.active)}
+        if self.linears and (getattr(func, "__name__", "") not in LOOKS or isinstance(result, Tensor)):
+            read = (self.linears.get(self.names.get(id(leaf), "")) for leaf in tree_leaves([args, kwargs]))
+            self.read_elsewhere |= {name for name in read if name is not None and name != self.running}
         return result
 
     def _record_dropout(self, tensor: Tensor, probability: float, training: bool) -> None:
@@ -586,6 +599,29 @@ class _FunctionCalls(TorchFunctionMode):
         for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(lambda name, module, args: self.active.append(name), name))
             module.register_forward_hook(self._leave)
+
+    def watch_linears(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        """Record which linear layers of blocks run, and which have a parameter that other code reads, or a tied one."""
+        counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        inside = tuple(f"{block}." for block in blocks)
+        for name, module in model.named_modules():
+            if type(module) in (nn.Linear, Conv1D) and name.startswith(inside):
+                own = dict(module.named_parameters(recurse=False))
+                if all(counts[id(parameter)] == 1 for parameter in own.values()):
+                    self.linears |= {f"{name}.{leaf}": name for leaf in own}
+                    module.register_forward_pre_hook(partial(self._enter_linear, name))
+                    module.register_forward_hook(self._leave_linear)
+
+    def _enter_linear(self, name: str, module: nn.Module, args: Any) -> None:
+        self.running = name
+        self.called.add(name)
+
+    def _leave_linear(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running = ""
+
+    def called_linears(self) -> tuple[str, ...]:
+        """Return the linear layers that run and whose parameters are read by nothing else, in the model's order."""
+        return tuple(name for name in dict.fromkeys(self.linears.values()) if name in self.called - self.read_elsewhere)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.active.pop()

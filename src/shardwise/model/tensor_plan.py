@@ -4,6 +4,10 @@ A column module makes a part of its output features on each rank, a row module r
 its partial outputs are summed (Megatron-LM, arXiv 1909.08053, section 3). What lies between them - heads, the
 inner activations of an MLP - exists in parts only, so every pair begins and ends inside one module, the *region*.
 Stacked experts are a region by themselves: what the router gives them enters it, and the router stays outside, whole.
+
+Where neither says which layers belong together, each linear layer of the blocks is split by its outputs, and these are
+gathered at once (transformers' `colwise_gather_output`). Nothing between the layers is cut then, so that it takes no
+more than the layers themselves; activations stay whole.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
+from shardwise.model.expert_features import adds_up_over_features
 from shardwise.model.experts import is_routed
 from shardwise.model.family import Family, SplitRules
 from shardwise.model.modules import input_embeddings
-from shardwise.model.registry import family_of, known_families
+from shardwise.model.registry import family_of
+from shardwise.model.routers import find_routers
 from shardwise.model.split_rules import COLUMN, ROW
 from shardwise.model.tensor_split import EXPERTS, TensorSplit
 
@@ -37,6 +43,7 @@ STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
 # Modules beside experts that score them for each position by itself.
 ROUTERS = ("gate", "shared_expert_gate")
+FEWEST_OUTPUTS = 16  # of a linear layer that is worth sending its outputs
 # Names of projections of keys or values alone, with or without a plan of transformers'.
 KEY_VALUE = ("k_proj", "v_proj", "key", "value")
 
@@ -53,8 +60,21 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], Capability]:
     splits = _matched(model, rules)
     if family.refine_splits is not None:
         splits = family.refine_splits(model.config, splits)
-    obstacle = next(_split_obstacles(model, family, splits), "")
+    obstacle = next(_split_obstacles(model, splits), "")
     return ({}, refused(obstacle)) if obstacle else (splits, SUPPORTED)
+
+
+def gathered_splits(model: nn.Module, called: Sequence[str]) -> dict[str, TensorSplit]:
+    """Return the splits by outputs of the linear layers `called` that are no routers, and of stacked experts."""
+    routers = {router for router, _ in find_routers(model).values()}
+    splits: dict[str, TensorSplit] = {}
+    for name in called:
+        module: Any = model.get_submodule(name)
+        outputs = module.nf if isinstance(module, Conv1D) else module.out_features
+        if outputs >= FEWEST_OUTPUTS and name not in routers:
+            splits[name] = _with_dim(module, TensorSplit("gathered"))
+    experts = (name for name, module in model.named_modules() if is_routed(module) and _stacked(model, name))
+    return splits | {name: _with_dim(model.get_submodule(name), TensorSplit("experts")) for name in experts}
 
 
 def _plan_obstacles(model: PreTrainedModel, family: Family, published: Mapping[str, str]) -> Iterator[str]:
@@ -69,7 +89,7 @@ def _plan_obstacles(model: PreTrainedModel, family: Family, published: Mapping[s
         yield refusal
 
 
-def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
+def _split_obstacles(model: PreTrainedModel, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
     name = model.config.model_type
     if not splits:
         yield f"transformers' plan for {name} names no module of this model"
@@ -77,9 +97,6 @@ def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str
     if beside:
         yield f"{beside[0]!r} of {name} sees parts of activations, and its plan does not name it"
     experts = [module for module, split in splits.items() if split.kind == "experts"]
-    if experts and not family.experts:
-        with_experts = [name for name, family in known_families().items() if family.experts]
-        yield f"experts are split in {', '.join(with_experts)} alone, and those of {name} are not built yet"
     unstacked = [module for module in experts if not _stacked(model, module)]
     if unstacked:
         yield f"{unstacked[0]!r} of {name} is no pair of stacks of gate and up and of down projections"
@@ -108,6 +125,8 @@ def sequence_capability(
     """
     if not splits:
         return refused("there is no plan of what is split")
+    if any(split.kind == "gathered" for split in splits.values()):
+        return refused("the outputs of its split layers are gathered, and what stands between is whole")
     if not is_chain:
         return refused("its blocks are not one chain in which each works on the output of the one before")
     parents = [name.rpartition(".")[0] for name, split in splits.items() if split.kind == "experts"]
@@ -138,8 +157,7 @@ def _stacked(model: nn.Module, name: str) -> bool:
     if shapes.keys() != EXPERTS.keys() or any(len(shape) != 3 for shape in shapes.values()):
         return False
     (experts, fused, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
-    plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_post_expert_norm", False)
-    return bool(plain) and down == (experts, hidden, fused // 2) and is_routed(module)
+    return down == (experts, hidden, fused // 2) and is_routed(module) and adds_up_over_features(module)
 
 
 def _published(model: PreTrainedModel) -> dict[str, str]:

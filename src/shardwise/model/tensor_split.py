@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+LINEAR_KINDS = ("column", "row", "gathered")  # kinds of split linear layers
+
 
 @dataclass(frozen=True)
 class TensorSplit:
@@ -13,7 +15,8 @@ class TensorSplit:
         kind: a linear module is split by `column` (output features) or `row` (input features); a `partial` one is whole
             but sees only a part of the activations, so the gradients of its parameters are summed; an `inner` one is
             dropout of activations that exist in parts, between a column and the row module beside it; `experts` are
-            stacks of MLPs, each of which is split by its inner features.
+            stacks of MLPs, each of which is split by its inner features; a `gathered` linear is split by output
+            features as a `column` one is, and its ranks' outputs are put together at once, so that nothing else is cut.
         dim: of the weight.
         sections: fused projections that lie side by side along `dim`, each of which is split.
         shared: features of the one key head, and of the one value head, that lie behind the queries of each group and
@@ -37,9 +40,14 @@ class TensorSplit:
         """Return how a parameter of the module is split; None where it is whole, as the bias of a row module is."""
         if self.kind == "experts":
             return EXPERTS.get(leaf)
-        if leaf == "weight" and self.kind in ("column", "row"):
+        if leaf == "weight" and self.kind in LINEAR_KINDS:
             return self
-        return replace(self, dim=0) if leaf == "bias" and self.kind == "column" else None
+        return replace(self, dim=0) if leaf == "bias" and self.by_outputs else None
+
+    @property
+    def by_outputs(self) -> bool:
+        """True where each rank makes a part of the output features."""
+        return self.kind in ("column", "gathered")
 
     def shares_groups(self, degree: int) -> bool:
         """Tell whether one of `degree` ranks holds a part of a group, and not whole ones."""

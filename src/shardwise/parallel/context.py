@@ -96,11 +96,15 @@ class ContextParallel:
 
     Args:
         rule: by which the model counts positions.
+        heads_whole: whether each tensor rank has all heads.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, layout: Layout, rule: PositionRule = FROM_ZERO) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, layout: Layout, rule: PositionRule = FROM_ZERO, heads_whole: bool = False
+    ) -> None:
         self.group, self.degree = layout.group(Axis.CONTEXT), layout.size(Axis.CONTEXT)
-        self.index, self.tensor_index = layout.index(Axis.CONTEXT), layout.index(Axis.TENSOR)
+        self.index = layout.index(Axis.CONTEXT)
+        self.tensor_index = 0 if heads_whole else layout.index(Axis.TENSOR)  # of the ranks that share the heads
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.uses_kernels = bool(plan.attention)

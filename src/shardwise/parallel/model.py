@@ -591,7 +591,7 @@ class ParallelModel:
         """Be inside the dropout scope of a microbatch, where generators draw what belongs to it."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
-        part = self.layout.index(Axis.TENSOR)
+        part = 0 if self.facts.heads_whole else self.layout.index(Axis.TENSOR)
         documents = getattr(microbatch, "document_ids", None) if self.plan.attention else None
         scope = DropoutScope(
             seed,

@@ -206,7 +206,8 @@ class Draft:
     @cached_property
     def heads_divide(self) -> bool:
         """True where the heads of a tensor rank can be shared among the context ranks."""
-        degree = self.parallel.tensor_parallel_degree * self.parallel.context_parallel_degree
+        tensor = 1 if self.facts.heads_whole else self.parallel.tensor_parallel_degree
+        degree = tensor * self.parallel.context_parallel_degree
         return self.facts.attention_heads % degree == 0 and self.facts.key_value_heads % degree == 0
 
     @cached_property

@@ -22,5 +22,5 @@ class ContextParallelism(Transform):
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         for stage in build.stages:
             rule = PositionRule(inputs.facts.padding_position)
-            context = ContextParallel(stage.model, inputs.plan, inputs.layout, rule)
+            context = ContextParallel(stage.model, inputs.plan, inputs.layout, rule, bool(inputs.facts.heads_whole))
             build.context = build.context or context

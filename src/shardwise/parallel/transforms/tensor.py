@@ -21,10 +21,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.collectives.tensor import SequenceRows, copy_to_region, gather_to_region, reduce_from_region
+from shardwise.collectives.tensor import (
+    FeatureParts,
+    SequenceRows,
+    copy_to_region,
+    gather_features,
+    gather_to_region,
+    reduce_from_region,
+)
 from shardwise.job.axes import Axis
 from shardwise.kernels.linear import linear
 from shardwise.kernels.loss import VocabularyShard
+from shardwise.model.expert_features import INNER
 from shardwise.model.facts import ModelFacts
 from shardwise.model.tensor_plan import region_of
 from shardwise.model.tensor_split import TensorSplit, chunk
@@ -40,8 +48,6 @@ WIDTHS = ("split_size", "num_heads", "num_attention_heads", "all_head_size", "nu
 OUTPUTS = ("out_features", "nf")
 # Further inputs of a region that are whole activations of another stack.
 ENTERING = ("key_value_states", "encoder_hidden_states")
-INNER = ("intermediate_dim", "intermediate_size")  # attributes of experts that say how wide a part is
-
 
 MASK = "attention_mask"  # a model may write biases into it, and then it has a row for each head
 
@@ -102,6 +108,8 @@ def split_tensors(
             _enter_routed(module, boundary)
         elif split.kind == "row":
             _sum_output(module, split, boundary)
+        elif split.kind == "gathered":
+            _gather_output(module, split, parameter_splits[f"{name}.weight"], layout)
         else:
             _narrow(module, OUTPUTS, parameter_splits[f"{name}.weight"])
             _make_part(module, split, boundary, layout)
@@ -158,6 +166,19 @@ def _sum_output(module: Any, split: TensorSplit, boundary: RegionBoundary) -> No
     def forward(values: Tensor) -> Tensor:
         total = boundary.region_output(linear(module, values, transposed=split.dim == 0, biased=False))
         return total if module.bias is None else total + module.bias
+
+    module.forward = forward
+
+
+def _gather_output(module: Any, split: TensorSplit, weight: ParameterSplit, layout: Layout) -> None:
+    """Let each rank make its part of a layer's outputs, and put them together; the layer says still how many it has."""
+    group, index = layout.group(Axis.TENSOR), layout.index(Axis.TENSOR)
+    sizes = tuple(weight.local_shape(rank)[weight.dim] for rank in range(group.size()))
+    parts = FeatureParts(group, index, sizes)
+
+    def forward(values: Tensor) -> Tensor:
+        part = linear(module, copy_to_region(values, group), transposed=split.dim == 1)
+        return gather_features(part, parts)
 
     module.forward = forward
 

@@ -14,6 +14,8 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 def _shares_heads(d: Draft, degree: int) -> bool:
     """Return whether `degree` ranks can share the heads; key-value heads whole, in copies, or in parts."""
+    if d.facts.heads_whole:
+        return degree <= d.facts.fewest_gathered
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
     if not key_value:  # a script's own model, in which no heads are split
         return True
@@ -21,6 +23,13 @@ def _shares_heads(d: Draft, degree: int) -> bool:
     whole = key_value % degree == 0 or (apart and degree % key_value == 0)
     parts = degree // key_value if degree % key_value == 0 else 0  # of ranks that share a key-value head
     return heads % degree == 0 and (whole or (shared > 0 and parts > 0 and shared % parts == 0))
+
+
+def _why_not_shared(d: Draft) -> str:
+    if d.facts.heads_whole:
+        return f"is more than the {d.facts.fewest_gathered} outputs of the smallest split layer"
+    heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
+    return f"does not share out the {heads} attention heads and {key_value} key-value heads"
 
 
 def _unaligned(d: Draft, degree: int) -> int:
@@ -46,9 +55,9 @@ RULES: tuple[Rule, ...] = (
          "key-value heads or to be a multiple of them; ranks that share a head behind its queries divide its size",
          lambda d: d.parallel.tensor_parallel_degree > 1 and not _shares_heads(d, d.parallel.tensor_parallel_degree),
          fix="use a divisor of both",
-         because=lambda d: f"does not share out the {d.facts.attention_heads} attention heads and "
-         f"{d.facts.key_value_heads} key-value heads",
-         use=lambda d: f"use {one_of(n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n))}"),
+         because=_why_not_shared,
+         use=lambda d: f"use at most {d.facts.fewest_gathered}" if d.facts.heads_whole else
+         f"use {one_of(n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n))}"),
     Rule("tensor-experts", ("parallel.tensor_parallel_degree", "precision.compute"),
          "grouped products of experts read a multiple of 16 bytes at once, of each rank's part of the features too",
          lambda d: _unaligned(d, d.parallel.tensor_parallel_degree),
