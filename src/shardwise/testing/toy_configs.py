@@ -75,6 +75,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "global_head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
     "dots3_note_text": {**LATENT, "mlp_layer_types": ["dense", "sparse"]},

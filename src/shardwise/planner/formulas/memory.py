@@ -358,7 +358,7 @@ class _Step:
             attention,
             facts.has_attention_dropout or bool(job.model.dropout),
             self._gathered_keys,
-            self.tensor,
+            1 if facts.heads_whole else self.tensor,
             self.plan.sequence_parallel,
             self.plan.degrees[Axis.EXPERT],
             self.imbalance,
@@ -382,7 +382,8 @@ class _Step:
         """Return the bytes of the other ranks' keys and values that attention gathers, and of its rows of the mask."""
         if self.plan.context_method != "all_gather":
             return 0.0
-        width = self.facts.key_value_width * self.facts.key_value_copies(self.tensor) / self.tensor
+        tensor = 1 if self.facts.heads_whole else self.tensor
+        width = self.facts.key_value_width * self.facts.key_value_copies(tensor) / tensor
         others = 2 * width * self.tokens * (self.context - 1)
         return (others + self.plan.masks_whole * self.plan.positions**2 * self.context) * self.compute
 
