@@ -23,6 +23,7 @@ from shardwise.model.probe import probe_forward
 from shardwise.model.registry import known_families
 from shardwise.model.split_rules import COLUMN, ROW
 from shardwise.plan.plan import World, resolve
+from shardwise.testing.toy_configs import toy_config
 from tests.parity.jobs import TENSOR_CONFIGS
 
 OWN_SPLITS = {
@@ -163,6 +164,14 @@ def test_where_there_is_no_plan_layers_are_split_by_outputs() -> None:
             World(64, "cpu", 64),
             facts,
         )
+
+
+def test_ranks_that_would_draw_other_numbers_are_refused() -> None:
+    """PhiMoE's routers; the scalars by which BART may drop a layer are another matter."""
+    for model_type, task, is_refused in (("phimoe", "causal_lm", True), ("bart", "seq2seq_lm", False)):
+        job = Job.model_validate({"model": {"config": toy_config(model_type), "task": task}})
+        capability = discover(build_model(job), job).supports(Axis.TENSOR)
+        assert ("draws random numbers" in capability.reason) is is_refused
 
 
 def test_a_layer_whose_weight_other_code_reads_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:

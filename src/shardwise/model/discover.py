@@ -164,6 +164,8 @@ def _tensor_plan(
 
     Heads are shared where they are counted alike in all layers.
     """
+    if forward.draws_on_activations and isinstance(model, PreTrainedModel):
+        return {}, refused(f"the forward of {config.model_type} draws random numbers, others on each tensor rank"), ""
     splits, capability = tensor_plan(model)
     if getattr(config, "is_heterogeneous", False):
         capability = refused(f"the layers of {config.model_type} differ in size")

@@ -57,6 +57,13 @@ POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention proba
 ATTEMPTS = (("cpu", torch.float32), ("meta", torch.float32), ("cpu", torch.bfloat16))
 
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+# Draws of random numbers that no place decides, so that ranks with the same activations would draw others.
+DRAWS = {
+    *(torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like, torch.randperm),
+    *(torch.normal, torch.bernoulli, torch.multinomial, torch.poisson, F.gumbel_softmax, F.rrelu),
+    *(Tensor.normal_, Tensor.bernoulli_, Tensor.bernoulli, Tensor.exponential_, Tensor.multinomial, Tensor.random_),
+    *(Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_),
+}
 DROPOUT_FORWARDS = {
     module_class.forward
     for module_class in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -118,6 +125,7 @@ class ForwardProbe:
     effects: ForwardEffects = NO_EFFECTS
     container_changing_blocks: tuple[str, ...] = ()  # those that change a list, a dict or an object that they are given
     changed_number: str = ""  # that a block changes and other code may read
+    draws_on_activations: bool = False  # random numbers that are no dropout, uniform noise or scalar
     called_linears: tuple[str, ...] = ()  # linear layers of blocks whose parameters nothing else reads
     failure: str = ""
 
@@ -511,6 +519,7 @@ class _RecordedForward:
             ),
             container_changing_blocks=tuple(block.name for block in blocks if block.changes_container),
             changed_number=self.numbers.changed,
+            draws_on_activations=functions.draws_on_activations,
             called_linears=functions.called_linears(),
         )
 
@@ -535,6 +544,7 @@ class _FunctionCalls(TorchFunctionMode):
         self.outside_reads: set[str] = set()
         self.blocks: tuple[str, ...] = ()
         self.takes_outer_gradient = False
+        self.draws_on_activations = False
         self.linears: dict[str, str] = {}  # parameter -> its linear layer
         self.called: set[str] = set()  # linear layers
         self.read_elsewhere: set[str] = set()  # those whose parameters were read while they did not run
@@ -559,6 +569,7 @@ class _FunctionCalls(TorchFunctionMode):
         if self.logits and getattr(func, "__name__", "") not in LOOKS:
             self.logits_used |= any(leaf is self.logits[-1] for leaf in tree_leaves([args, kwargs]))
         result = func(*args, **kwargs)
+        self.draws_on_activations |= func in DRAWS and isinstance(result, Tensor) and result.dim() > 0
         if func not in FORMS:
             sources = args[:1] if func in CASTS else [args, kwargs]
             self.order.follow(tree_leaves(sources), args[0] if func is Tensor.__setitem__ else result)
