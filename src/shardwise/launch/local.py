@@ -107,11 +107,15 @@ def run_local(
     except Exception as error:
         if isinstance(error, ShardwiseError) or "pickle" not in str(error):
             raise
-        raise ConfigError(
-            f"function={function!r} or its args cannot be sent to the workers ({error}); give a function at the "
-            "top of a module, and arguments that can be pickled"
-        ) from error
+        raise _cannot_be_sent(function, error) from error
     return [results[rank] for rank in sorted(results)]
+
+
+def _cannot_be_sent(function: Callable[..., Any], error: Exception) -> ConfigError:
+    return ConfigError(
+        f"function={function!r} or its args cannot be sent to the workers ({error}); give a function at the top of a "
+        "module, and arguments that can be pickled"
+    )
 
 
 def _check_call(function: Callable[..., Any], args: tuple, workers: int) -> None:

@@ -91,7 +91,9 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     """
     hooks = find_gradient_hooks(model)
     with user_state_kept(model, chain.from_iterable(hooks.values())):
-        return _discover(model, job, example, hooks)
+        facts = _discover(model, job, example, hooks)
+    facts = with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
+    return with_weight_dtypes(with_packed_base(facts, job.adapter), job.model)
 
 
 def _discover(
@@ -113,7 +115,7 @@ def _discover(
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
     is_pretrained = isinstance(model, PreTrainedModel)
-    facts = ModelFacts(
+    return ModelFacts(
         **_dtypes(model, job, example),
         family=name,
         parameters=_count([model]),
@@ -153,8 +155,6 @@ def _discover(
         **({} if is_pretrained else _writes(forward)),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )
-    facts = with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))
-    return with_weight_dtypes(with_packed_base(facts, job.adapter), job.model)
 
 
 def _tensor_plan(
