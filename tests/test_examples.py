@@ -88,7 +88,7 @@ def test_jobs_have_a_plan(name: str) -> None:
     assert math.prod(placed) == JOBS[name]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, ranks", RUN)
 def test_jobs(world_pool: WorldPool, tmp_path: Path, name: str, ranks: int) -> None:
     words = [f"--{word}" for word in toy_keys(tmp_path)]

@@ -71,7 +71,8 @@ def test_cells_of_a_type(world_pool: WorldPool, tmp_path: Path) -> None:
 
 def test_a_page_says_what_ran_and_nothing_else() -> None:
     lines = page([a_cell("sharded 2", AGREES), a_cell("expert 2", REFUSED, "expert_parallel_degree=2: no experts")])
-    (row,) = [line for line in lines.splitlines() if line.startswith("| `llama` |")]
+    of_task = lines.partition("### causal_lm")[2].partition("### ")[0]
+    (row,) = [line for line in of_task.splitlines() if line.startswith("| `llama` |")]
     assert row == "| `llama` |  | yes |  |  |  | no |  |"
     assert "| expert 2 | no experts | `llama` |" in lines
     (counts,) = [line for line in lines.partition("popular ones")[2].splitlines() if line.startswith("| sharded 2 |")]

@@ -144,13 +144,13 @@ def arm_staging(hit: Hit) -> None:
 
 def arm_write(hit: Hit) -> None:
     """With half of a block written."""
-    original = storage_write._write_all
+    original = storage_write.write_all
 
     def half(handle: Any, block: memoryview) -> None:
         hit(lambda: original(handle, block[: len(block) // 2]))
         original(handle, block)
 
-    storage_write._write_all = half
+    storage_write.write_all = half
 
 
 def arm_commit(hit: Hit) -> None:

@@ -120,7 +120,7 @@ GATHERED = [
     ("causal_lm", "phi3", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "model": {"attention": "auto"}}),
     ("causal_lm", "deepseek_v3", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}}),
     ("causal_lm", "gpt_bigcode", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}}),
-    ("causal_lm", "phi3", 2, {"parallel": TWO, "adapter": {"method": "lora", "rank": 4}}),
+    ("causal_lm", "phi3", 2, {"parallel": TWO, "adapter": {"kind": "lora", "rank": 4}}),
     ("causal_lm", "mpt", 2, {"parallel": TWO, **FP32, "precision": {"compute": "bf16"}}),
 ]  # fmt: skip
 

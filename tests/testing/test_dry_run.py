@@ -112,6 +112,7 @@ def test_the_trace_is_what_two_real_ranks_hold(world_pool: WorldPool, sections: 
     assert traced(job, 2).peak == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_job_of_many_ranks_is_traced_without_allocating() -> None:
     """Four blocks of Llama 3 8B, 31 GB with their states, on 768 ranks."""
     before = psutil.Process().memory_info().rss

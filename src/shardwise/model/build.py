@@ -207,6 +207,7 @@ def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
         if isinstance(token, int) and isinstance(size, int) and token >= size:
             values[key] = None  # the family's own tokenizer has this token, a smaller vocabulary does not
     config = _guarded(where, lambda: config_class(**values))
+    _check_head(config, job.model)  # first: who takes another kind of model needs its word more than a key's
     unknown = [
         key
         for key in values
