@@ -118,7 +118,7 @@ GATHERED = [
     ("masked_lm", "electra", 4, {"parallel": {**TWO, "pipeline_parallel_degree": 2}}),
     ("causal_lm", "mpt", 3, {"parallel": {"tensor_parallel_degree": 3}}),  # which divides no size
     ("causal_lm", "phi3", 4, {"parallel": {**TWO, "context_parallel_degree": 2}, "model": {"attention": "auto"}}),
-    ("causal_lm", "deepseek_v3", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}}),
+    ("causal_lm", "mpt", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}}),
     ("causal_lm", "gpt_bigcode", 2, {"parallel": TWO, "memory": {"activation_checkpointing": "full"}}),
     ("causal_lm", "phi3", 2, {"parallel": TWO, "adapter": {"kind": "lora", "rank": 4}}),
     ("causal_lm", "mpt", 2, {"parallel": TWO, **FP32, "precision": {"compute": "bf16"}}),
@@ -133,7 +133,7 @@ def test_layers_that_are_split_by_outputs_agree_with_one_process(
     coverage.write_corpora(tmp_path)
     job = coverage.toy_job(tmp_path, task, model_type, coverage.CONTROL)
     sections = job.model_dump(mode="json", exclude_unset=True)
-    dropout = 0.1 if "auto" not in str(settings) and model_type not in ("phi3", "deepseek_v3") else None
+    dropout = 0.1 if "auto" not in str(settings) and model_type not in ("phi3", "mpt") else None
     sections["model"] |= {"dropout": dropout, **settings.get("model", {})}
     changed = {**sections, **{name: {**sections.get(name, {}), **own} for name, own in settings.items()}}
     job = Job.model_validate(changed)
