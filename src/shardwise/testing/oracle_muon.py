@@ -129,6 +129,8 @@ def projections(model: nn.Module, name: str) -> Projections:
     if parameter.dim() == 3:
         return Projections("halves" if leaf == "gate_up_proj" else "", 1)
     dim = int(isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D))
+    if owner == "c_attn" and getattr(config, "multi_query", False):  # GPT-BigCode: one key and one value head
+        return Projections("side by side", dim, config.num_attention_heads, 1)
     if owner == "c_attn":
         return Projections("thirds", dim)
     if owner == "gate_up_proj":
