@@ -186,6 +186,13 @@ def test_a_layer_whose_weight_other_code_reads_stays_whole(monkeypatch: pytest.M
     assert len(called) == 6
 
 
+def test_a_layer_whose_weight_a_kernel_for_gpus_reads_stays_whole() -> None:
+    """Mamba's code names the weights of all but one of its layers, on a path that no CPU takes."""
+    job = Job.model_validate({"model": {"config": toy_config("mamba")}})
+    splits = discover(build_model(job), job).tensor_splits
+    assert splits and {name.rpartition(".")[2] for name in splits} == {"in_proj"}
+
+
 def _missing(made: nn.Module, name: str) -> bool:
     """Defaults of transformers' plan name modules that GPT-NeoX calls otherwise."""
     return name.removesuffix(".*") not in dict(made.named_modules())

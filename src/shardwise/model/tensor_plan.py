@@ -12,8 +12,11 @@ more than the layers themselves; activations stay whole.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -71,10 +74,29 @@ def gathered_splits(model: nn.Module, called: Sequence[str]) -> dict[str, Tensor
     for name in called:
         module: Any = model.get_submodule(name)
         outputs = module.nf if isinstance(module, Conv1D) else module.out_features
-        if outputs >= FEWEST_OUTPUTS and name not in routers:
+        if outputs >= FEWEST_OUTPUTS and name not in routers and not _reads_parameters_of(model, name):
             splits[name] = _with_dim(module, TensorSplit("gathered"))
     experts = (name for name, module in model.named_modules() if is_routed(module) and _stacked(model, name))
     return splits | {name: _with_dim(model.get_submodule(name), TensorSplit("experts")) for name in experts}
+
+
+def _reads_parameters_of(model: nn.Module, name: str) -> bool:
+    """Return whether code beside a layer names its parameters, on a path that a CPU need not take: fused kernels do."""
+    owner, _, leaf = name.rpartition(".")
+    definition: Any = type(model.get_submodule(owner))
+    source = _source(definition)
+    return any(f"self.{leaf}.{parameter}" in source for parameter in ("weight", "bias"))
+
+
+@functools.cache
+def _source(definition: type) -> str:
+    """Return the source of a class and of those that it derives from; empty where there is none."""
+    sources = []
+    for base in definition.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            with suppress(OSError, TypeError):
+                sources.append(inspect.getsource(base))
+    return "".join(sources)
 
 
 def _plan_obstacles(model: PreTrainedModel, family: Family, published: Mapping[str, str]) -> Iterator[str]:
