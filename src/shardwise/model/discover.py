@@ -172,7 +172,8 @@ def _tensor_plan(
     if capability.ok or not isinstance(model, PreTrainedModel):
         return splits, capability, ""
     gathered = gathered_splits(model, forward.called_linears)
-    return (gathered, SUPPORTED, capability.reason) if gathered else (splits, capability, "")
+    has_linears = any(split.kind == "gathered" for split in gathered.values())
+    return (gathered, SUPPORTED, capability.reason) if has_linears else (splits, capability, "")
 
 
 def _transformers_start(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> dict[str, Any]:

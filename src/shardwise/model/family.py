@@ -58,6 +58,7 @@ class Family:
         tensor_refusal: config -> why a model cannot be split all the same; empty where it can.
         per_head_arguments: arguments of its attention modules that the model makes for all heads, [B, heads, ...] or
             [B*heads, 1, S].
+        experts: whether its experts are split by features, which tests hold against one process.
         block: what the shapes of its blocks' parameters do not show.
     """
 
@@ -67,4 +68,5 @@ class Family:
     refine_splits: Callable[[Any, dict[str, TensorSplit]], dict[str, TensorSplit]] | None = None
     tensor_refusal: Callable[[Any], str] | None = None
     per_head_arguments: tuple[str, ...] = ()
+    experts: bool = False
     block: BlockTraits = PLAIN_BLOCK

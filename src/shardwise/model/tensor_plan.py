@@ -63,7 +63,7 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], Capability]:
     splits = _matched(model, rules)
     if family.refine_splits is not None:
         splits = family.refine_splits(model.config, splits)
-    obstacle = next(_split_obstacles(model, splits), "")
+    obstacle = next(_split_obstacles(model, family, splits), "")
     return ({}, refused(obstacle)) if obstacle else (splits, SUPPORTED)
 
 
@@ -111,7 +111,7 @@ def _plan_obstacles(model: PreTrainedModel, family: Family, published: Mapping[s
         yield refusal
 
 
-def _split_obstacles(model: PreTrainedModel, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
+def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
     name = model.config.model_type
     if not splits:
         yield f"transformers' plan for {name} names no module of this model"
@@ -119,6 +119,8 @@ def _split_obstacles(model: PreTrainedModel, splits: Mapping[str, TensorSplit]) 
     if beside:
         yield f"{beside[0]!r} of {name} sees parts of activations, and its plan does not name it"
     experts = [module for module, split in splits.items() if split.kind == "experts"]
+    if experts and not family.experts:
+        yield f"no test has compared the heads of {name} beside its experts"
     unstacked = [module for module in experts if not _stacked(model, module)]
     if unstacked:
         yield f"{unstacked[0]!r} of {name} is no pair of stacks of gate and up and of down projections"
