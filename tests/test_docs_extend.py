@@ -44,6 +44,7 @@ from tests.launch.targets.jobs_for_launch import JOB
 from tests.pages import DOCS, block_with, load_block
 from tests.parallel.test_apply import parallelized
 from tests.parity.jobs import make_job
+from tests.studied import each_rank_studies
 
 PAGE = "how-to/extend.md"
 
@@ -165,7 +166,11 @@ def add_axis(patch: pytest.MonkeyPatch) -> type[Job]:
 
 
 def losses_of_repeated_rows(job: dict[str, Any]) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch, Session(add_axis(patch).model_validate(job)) as session:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        each_rank_studies(),  # facts that know of the axis are no other test's
+        Session(add_axis(patch).model_validate(job)) as session,
+    ):
         return [session.step(batches).loss for batches in session.batches()]
 
 

@@ -24,9 +24,6 @@ class TemplateLM:
         pairs = [(pair, self.tok_encode(pair[0]), self.tok_encode(pair[1])) for pair in requests]  # type: ignore
         return self._loglikelihood_tokens(pairs)  # type: ignore
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
 
 class TaskManager:
     def __init__(self, include_defaults: bool) -> None:

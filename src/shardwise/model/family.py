@@ -58,7 +58,8 @@ class Family:
         tensor_refusal: config -> why a model cannot be split all the same; empty where it can.
         per_head_arguments: arguments of its attention modules that the model makes for all heads, [B, heads, ...] or
             [B*heads, 1, S].
-        experts: whether its experts are split by features, which tests hold against one process.
+        experts: whether heads are shared beside its experts, which tests hold against one process; else all is split
+            by outputs.
         block: what the shapes of its blocks' parameters do not show.
     """
 

@@ -54,6 +54,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
     **{name: {**LATENT, **SPARSE} for name in ("axk1", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "sarvam_mla")},
     "bailing_hybrid": {
+        **LATENT,
         "mlp_layer_types": ["dense", "sparse"],
         "num_experts_per_token": 2,
         "num_expert_group": 2,
