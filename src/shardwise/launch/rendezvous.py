@@ -171,6 +171,9 @@ def _error_of(said: dict[str, str]) -> ShardwiseError:
 
 def error_named(name: str, message: str, exit_code: int) -> ShardwiseError:
     """Return an error that another process had; of the same class where it is one of ours."""
-    error: ShardwiseError = getattr(errors, name, WorkerError)(message)
+    kind = getattr(errors, name, WorkerError)
+    if not (isinstance(kind, type) and issubclass(kind, ShardwiseError)):
+        kind = WorkerError
+    error: ShardwiseError = kind(message)
     error.exit_code = exit_code
     return error
