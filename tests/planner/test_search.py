@@ -101,6 +101,21 @@ def test_no_combination_of_the_space_that_fits_is_faster() -> None:
     assert counted > 100
 
 
+def test_a_layout_whose_time_nobody_knows_is_none() -> None:
+    """Tensor ranks that gather outputs are legal to train on, and no search puts them beside others."""
+    asked = question("h100:2", training={"microbatch_size": 2})
+    asked = asked._replace(facts=replace(asked.facts, heads_whole="there is no plan for it"))
+    result = search(asked)
+    assert result.ranked and all(candidate.plan.degrees["tensor"] == 1 for candidate in result.ranked)
+    plan = resolve(
+        changed_job(asked.job, {"parallel.tensor_parallel_degree": 2}), world_of(asked.cluster),
+        replace(asked.facts, heads_whole=""),
+    )  # fmt: skip
+    with pytest.raises(LegalityError, match="does not know what it takes to gather the outputs"):
+        configuration_of(plan, asked.facts, asked.cluster)
+    assert remedies(plan, asked.facts, asked.cluster, 1e9) == []
+
+
 def test_what_the_job_sets_stays() -> None:
     given = {"parallel": {"tensor_parallel_degree": 2, "sequence_parallel": False}, "memory": {"checkpoint_every": 2}}
     ranked = search(question(**given, training={"microbatch_size": 2})).ranked

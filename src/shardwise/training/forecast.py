@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from shardwise.errors import CapacityError
+from shardwise.errors import CapacityError, LegalityError
 from shardwise.job.axes import Axis
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
@@ -66,7 +66,10 @@ class Forecast:
         if not is_calibrated(plan.world):
             reason = "this CPU has not been measured; `shardwise plan calibrate` does it"
             return cls(memory, reason=reason, resident=resident)
-        prediction = predict(configuration_of(plan, facts, cluster, stack_here(plan.world)))
+        try:
+            prediction = predict(configuration_of(plan, facts, cluster, stack_here(plan.world)))
+        except LegalityError as error:
+            return cls(memory, reason=str(error), resident=resident)
         factor = step_factor(plan.world)
         low, high = prediction.interval
         return cls(memory, prediction.step_seconds * factor, (low * factor, high * factor), resident=resident)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from shardwise.errors import LegalityError
 from shardwise.job.axes import Axis
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import group_size
@@ -17,8 +18,18 @@ from shardwise.planner.formulas.prediction import Cluster, ModelShape, Stack, Tr
 def configuration_of(
     plan: Plan, facts: ModelFacts, cluster: Cluster, stack: Stack | None = None, shape: ModelShape | None = None
 ) -> TrainingConfiguration:
-    """The configuration of `plan` on `cluster`. `shape`, where it is known, spares reading it off the facts again."""
+    """The configuration of `plan` on `cluster`. `shape`, where it is known, spares reading it off the facts again.
+
+    Raises:
+        LegalityError: nothing is known of the time of such a plan.
+    """
     job, degrees = plan.job, plan.degrees
+    if facts.heads_whole and degrees[Axis.TENSOR] > 1:
+        raise LegalityError(
+            f"parallel.tensor_parallel_degree={degrees[Axis.TENSOR]}: the planner does not know what it takes to "
+            "gather the outputs of split layers; use 1 where it is to say a step's time",
+            "tensor-without-a-time",
+        )
     memory, parallel, stack = job.memory, job.parallel, stack or own_stack()
     dropout = bool(job.model.dropout) or facts.has_attention_dropout
     if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too

@@ -33,8 +33,14 @@ class Remedy:
 
 
 def remedies(plan: Plan, facts: ModelFacts, cluster: Cluster, room: float, most: int = 3) -> list[Remedy]:
-    """The cheapest `most` legal changes, of one key or two, with which `plan` needs at most `room` bytes."""
-    before = predict(configuration_of(plan, facts, cluster)).step_seconds
+    """The cheapest `most` legal changes, of one key or two, with which `plan` needs at most `room` bytes.
+
+    None where the time of `plan` is not known.
+    """
+    try:
+        before = predict(configuration_of(plan, facts, cluster)).step_seconds
+    except LegalityError:
+        return []
     singles = list(_single_changes(plan))
     pairs = [one | two for one, two in combinations(singles, 2) if not one.keys() & two.keys()]
     remedies = [remedy for changes in singles if (remedy := _tried(plan, facts, cluster, changes, before))]
@@ -50,9 +56,9 @@ def remedies(plan: Plan, facts: ModelFacts, cluster: Cluster, room: float, most:
 def _tried(plan: Plan, facts: ModelFacts, cluster: Cluster, changes: Changes, before: float) -> Remedy | None:
     try:
         other = resolve(changed_job(plan.job, changes), plan.world, facts)
+        seconds = predict(configuration_of(other, facts, cluster)).step_seconds
     except LegalityError:
         return None
-    seconds = predict(configuration_of(other, facts, cluster)).step_seconds
     return Remedy(changes, estimate(other, facts).total, seconds / before)
 
 

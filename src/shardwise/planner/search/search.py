@@ -159,10 +159,10 @@ class _Search:
         job, facts, cluster, stack = self.question
         try:
             plan = resolve(changed_job(job, changes), self.world, facts)
+            configuration = configuration_of(plan, facts, cluster, stack, self.shape)
         except LegalityError as error:
             self.illegal[error.rule] += 1
             return None
-        configuration = configuration_of(plan, facts, cluster, stack, self.shape)
         return Candidate(changes, plan, configuration, predict(configuration))
 
     def all(self, several: Iterable[Changes]) -> list[Candidate]:
