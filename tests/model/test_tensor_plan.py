@@ -170,8 +170,10 @@ def test_ranks_that_would_draw_other_numbers_are_refused() -> None:
     """PhiMoE's routers; the scalars by which BART may drop a layer are another matter."""
     for model_type, task, is_refused in (("phimoe", "causal_lm", True), ("bart", "seq2seq_lm", False)):
         job = Job.model_validate({"model": {"config": toy_config(model_type), "task": task}})
-        capability = discover(build_model(job), job).supports(Axis.TENSOR)
-        assert ("draws random numbers" in capability.reason) is is_refused
+        facts = discover(build_model(job), job)
+        assert facts.draws_numbers is is_refused  # which data ranks draw alike in equal microbatches
+        assert ("draws random numbers" in facts.supports(Axis.TENSOR).reason) is is_refused
+        assert ("draws random numbers" in facts.supports(Axis.CONTEXT).reason) is is_refused
 
 
 def test_a_layer_whose_weight_other_code_reads_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:

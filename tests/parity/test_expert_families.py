@@ -59,9 +59,12 @@ CASES = [
 
 
 def family_job(corpora: Path, family: str, precision: dict[str, Any], **sections: Any) -> Job:
+    """Return the job; where a forward draws numbers for rows together (PhiMoE), their number is given."""
     model = {"config": toy_config(family, experts_implementation="eager"), "attention": "eager"}
     parallel = {"expert_parallel_degree": 2, **sections.pop("parallel", {})}
-    return make_job(corpora, model=model, **precision, parallel=parallel, **sections)
+    sections |= {"model": model, "parallel": parallel, **precision}
+    job = make_job(corpora, **sections)
+    return make_job(corpora, **sections, training={"microbatch_size": 2}) if facts_of(job).rows_together else job
 
 
 def precision_of(job: Job) -> dict[str, Any]:

@@ -126,6 +126,7 @@ def _discover(
         classifies=job.model.task in CLASSIFICATION,
         **_forward_facts(forward),
         drops_by_microbatch=_drops_by_microbatch(model, forward, example),
+        draws_numbers=is_pretrained and forward.draws_on_activations,  # a user's module is tried for that
         adapters={},
         **_experts(model, config),
         ties=ties,
@@ -305,6 +306,8 @@ def _context_capability(examined: ExaminedModel) -> Capability:
     )
     if capability.ok and takes_positions(examined.model) and examined.position_rule is None:
         return refused("it counts positions by a rule of its own, or looks at whole sequences ahead of its blocks")
+    if capability.ok and forward.draws_on_activations:
+        return refused("its forward draws random numbers for all tokens of a microbatch together")
     return capability
 
 

@@ -237,7 +237,7 @@ class ModelFacts:
     drops_by_microbatch: bool = False  # dropout depends on the rows together: hidden states have them in another dim
     keeps_statistics: bool = False  # a user's module takes statistics of rows together, and keeps them in buffers
     reads_statistics: bool = False  # and its forward in training reads what it keeps there
-    draws_numbers: bool = False  # a user's forward draws random numbers other than those of dropout
+    draws_numbers: bool = False  # the forward draws random numbers other than those of dropout
     coupling_untried: str = ""  # why that was not found out, as a clause about the module
     changes_numbers: bool = False  # a user's blocks change numbers that other code may read
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
@@ -383,7 +383,7 @@ class ModelFacts:
 
     @property
     def may_draw(self) -> bool:
-        """Tell whether a user's forward draws random numbers by itself, as far as that is known."""
+        """Tell whether the forward draws random numbers by itself, as far as that is known."""
         return self.draws_numbers or bool(self.coupling_untried)
 
     @property

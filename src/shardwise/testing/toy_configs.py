@@ -11,17 +11,27 @@ from typing import Any
 VOCABULARY = 97
 # Names of one size, over all families, by the toy's size.
 NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "text_vocab_size", "n_words"),
+    VOCABULARY: (
+        *("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "text_vocab_size", "n_words"),
+        *("src_vocab_size", "tgt_vocab_size", "entity_vocab_size", "shape_vocab_size", "pronunciation_vocab_size"),
+        "encoder_hash_byte_group_vocab",
+    ),
     64: ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"),
     48: (
+        *("dff", "dim_ff", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+        *("shared_intermediate_size", "dense_intermediate_size"),
         *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"),
         *("hidden_dim", "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_hidden_size"),
     ),
-    32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"),
+    32: (
+        *("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"),
+        *("entity_emb_size", "pronunciation_embed_dim", "shape_embed_dim", "d_latents"),
+    ),
     16: ("q_lora_rank", "kv_lora_rank"),
     8: (
         *("head_dim", "d_kv", "attention_head_size", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-        *("linear_head_dim", "hidden_size_per_layer_input"),
+        *("linear_head_dim", "hidden_size_per_layer_input", "linear_key_head_dim", "linear_value_head_dim"),
+        *("swa_head_dim", "index_head_dim", "mamba_head_dim", "num_latents"),
     ),
     4: (
         *(
@@ -32,13 +42,16 @@ NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
             "encoder_attention_heads",
             "decoder_attention_heads",
         ),
-        *("num_encoder_attention_heads", "num_decoder_attention_heads", "linear_num_heads"),
+        *("num_encoder_attention_heads", "num_decoder_attention_heads", "linear_num_heads", "index_n_heads"),
+        *("linear_num_value_heads", "swa_num_attention_heads", "num_self_attention_heads"),
+        *("num_cross_attention_heads", "zero_expert_num"),
         *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     ),
     2: (
         *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_experts_per_tok", "moe_topk"),
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
-        *("num_decoder_layers", "num_encoder_layers"),
+        *("num_decoder_layers", "num_encoder_layers", "linear_num_key_heads", "swa_num_key_value_heads"),
+        "num_self_attends_per_block",
     ),
 }
 SIZES = {name: size for size, names in NAMES_OF_SIZE.items() for name in names}
@@ -76,10 +89,27 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "global_head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    **{name: LATENT for name in ("longcat_flash", "minicpm3", "youtu")},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "esm": {"vocab_size": VOCABULARY},
+    "esmc": {"num_key_value_heads": 4},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "ministral")},
+    **{name: {"d_inner": 48, "d_head": 8} for name in ("funnel", "xlnet")},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"mamba_num_heads": 8, "n_groups": 2},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
-    "dots3_note_text": {**LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "dots3_note_text": {
+        **LATENT,
+        "mlp_layer_types": ["dense", "sparse"],
+        "shared_experts_intermediate_size": 48,
+        "index_n_heads": 4,
+        "index_head_dim": 8,
+        "per_layer_config": {"1": {"kv_lora_rank": 24, "head_dim": 16}},
+    },
     "ernie4_5_moe": {"moe_k": 2},
     "flint": {"mlp_only_layers": [0]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
