@@ -149,7 +149,8 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
         data["cache_directory"] = str(directory / "cache")
         if task in TRAINED:
             data |= {"path": str(directory / "text.txt"), "format": "text", **TRAINED[task]}
-            config["vocab_size"] = data["vocabulary_size"]
+            for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+                part |= {"vocab_size": data["vocabulary_size"]} if part is config or "vocab_size" in part else {}
         else:
             data |= {"path": str(directory / "tokens.jsonl"), "format": "tokens"}
     return Job.model_validate(
@@ -205,7 +206,7 @@ def judge_toy(job: Job, layout: str, studied: dict[tuple[bool, str], ModelFacts]
     form = job.parallel.pipeline_parallel_degree > 1, str(job.model.attention)  # on which a study depends
     try:
         facts = studied[form] = studied.get(form) or study(job)
-        if "fp64" in facts.unfit_dtypes:
+        if "fp64" in facts.unfit_dtypes or facts.fp64_obstacle:
             job = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "fp32"})})
         resolve(job, World(ranks, "cpu", ranks), facts)
     except ShardwiseError as error:

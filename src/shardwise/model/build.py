@@ -301,6 +301,8 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     model = _from_config(config, section, _on_meta)
     setattr(model, ADDS_LOSS, bool(adds_loss))
     replace_attention(model)
+    if settle := family_of(config.model_type).settle:
+        settle(model, job.data.sequence_length)
     model.config.architectures = [type(model).__name__]
     path = section.path
     if path is not None and model.can_generate() and (Path(path) / "generation_config.json").exists():

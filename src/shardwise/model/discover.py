@@ -126,6 +126,7 @@ def _discover(
         classifies=job.model.task in CLASSIFICATION,
         **_forward_facts(forward),
         drops_by_microbatch=_drops_by_microbatch(model, forward, example),
+        couples_rows=getattr(config, "moe_eval_capacity_token_fraction", None) is not None,  # experts of a microbatch
         draws_numbers=is_pretrained and forward.draws_on_activations,  # a user's module is tried for that
         adapters={},
         **_experts(model, config),
@@ -139,6 +140,7 @@ def _discover(
         heads_whole=heads_whole,
         vocabulary_parameters=vocabulary_parameters(model, forward.head),
         per_head_arguments=family.per_head_arguments,
+        fp64_obstacle=family.fp64_obstacle,
         linears=_linears(model, blocks),
         transposed_linears=frozenset(name for name, module in model.named_modules() if type(module) is Conv1D),
         fusible=fusible(model),

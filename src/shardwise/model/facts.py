@@ -243,6 +243,7 @@ class ModelFacts:
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
     cast_arguments: tuple[str, ...] = ()  # of a user's module, float ones that it cannot take in fp32 in 16 bits
     unfit_dtypes: frozenset[str] = frozenset()  # of fp64 and bf16, in which a forward with weights in fp32 fails
+    fp64_obstacle: str = ""  # why transformers' own code does not train in fp64, as a clause about it
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
     sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split
     block_traits: BlockTraits = PLAIN_BLOCK

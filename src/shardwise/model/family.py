@@ -61,6 +61,9 @@ class Family:
         experts: whether heads are shared beside its experts, which tests hold against one process; else all is split
             by outputs.
         block: what the shapes of its blocks' parameters do not show.
+        settle: (model on the meta device, tokens of a sequence) -> None: does ahead what its forward would do to
+            modules or weights, which ranks that hold a part of them cannot.
+        fp64_obstacle: why transformers' own code does not train in fp64, as a clause about it; empty where it does.
     """
 
     model_types: tuple[str, ...]
@@ -71,3 +74,5 @@ class Family:
     per_head_arguments: tuple[str, ...] = ()
     experts: bool = False
     block: BlockTraits = PLAIN_BLOCK
+    settle: Callable[[nn.Module, int], None] | None = None
+    fp64_obstacle: str = ""

@@ -136,7 +136,7 @@ class BoundaryShapes:
     def _on_tensor_rank(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return a tensor rank's part of what blocks hand on beside hidden states: a bias of its heads' scores."""
         degree = self.plan.degrees[Axis.TENSOR]
-        if degree == 1:
+        if degree == 1 or self.facts.heads_whole:
             return shape
         if len(shape) != 4 or shape[1] != self.facts.attention_heads:
             raise ModelError(

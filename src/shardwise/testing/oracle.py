@@ -647,6 +647,9 @@ def _build(job: Job, eager: bool) -> nn.Module:
     model = AUTO[section.task].from_config(
         config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention
     )
+    if any(hasattr(module, "set_attention_type") for module in model.modules()):
+        with torch.no_grad():  # the first forward exchanges modules (BigBird), whose dropout is known by name
+            model.eval()(torch.zeros(1, job.data.sequence_length, dtype=torch.long))
     return model.train()
 
 

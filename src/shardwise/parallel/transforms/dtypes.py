@@ -10,6 +10,8 @@ from shardwise.model.facts import ModelFacts
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.plan.plan import Plan
 
+HALVES = (torch.float16, torch.bfloat16)
+
 
 class ParameterDtypes(Transform):
     """Master weights in the dtype of `plan.dtypes.parameters`, frozen ones in that of `model.dtype`."""
@@ -31,13 +33,14 @@ def convert(model: nn.Module, plan: Plan) -> None:
     """Convert parameters and buffers, except buffers that are in the compute dtype already.
 
     A module that its author has halved computes with halves of its buffers too; wider ones would widen activations.
+    Buffers that an initializer will fill keep a dtype of 16 bits: its rounding is part of the model (RecurrentGemma).
     """
     compute = torch_dtype(plan.dtypes.compute)
     kept: list[tuple[nn.Module, str, Tensor]] = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if buffer.dtype == compute
+        if buffer.dtype == compute or (buffer.is_meta and buffer.dtype in HALVES)
     ]
     complex_parameters = [parameter for parameter in model.parameters() if parameter.is_complex()]
     declared = [parameter.data for parameter in complex_parameters]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from shardwise._torch_compat.modules import clear_module_hooks
 from shardwise.errors import ModelError, UserCodeError
@@ -190,6 +190,6 @@ def _connect_encoder(model: nn.Module, name: str, boundary: StageBoundary) -> No
 
     if ENCODED in boundary.input_numbers:
         encoder: Any = model.get_submodule(name)
-        encoder.forward = lambda *_, **__: BaseModelOutput(last_hidden_state=boundary.inputs_by_number()[ENCODED])
+        encoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=boundary.inputs_by_number()[ENCODED])
     if ENCODED in boundary.output_numbers:
         model.get_submodule(name).register_forward_hook(keep)

@@ -42,6 +42,10 @@ RULES: tuple[Rule, ...] = (
          fix="use fp32",
          because=lambda d: f"transformers keeps some weights of {d.facts.family} in fp32, its forward multiplies them "
          f"by what it has cast to fp32, and this job would compute with them in {d.compute}"),
+    Rule("transformers-fp64", ("precision.compute",), "the model's own code has to train in that dtype",
+         lambda d: d.compute == "fp64" and d.facts.fp64_obstacle,
+         fix="use fp32",
+         because=lambda d: f"transformers' own code of {d.facts.family} {d.facts.fp64_obstacle} in fp64"),
     Rule("grouped-fp64", ("precision.compute",), "grouped products of experts do not compute in fp64",
          lambda d: d.compute == "fp64" and d.facts.experts_grouped,
          fix="use fp32, or experts_implementation eager in the model's config"),

@@ -26,6 +26,13 @@ CASES = {
         CPU4,
         replace(FACTS, unfit_dtypes=frozenset({"bf16"})),
     ),
+    "transformers-fp64": case(
+        {"precision": {"compute": "fp64"}},
+        {"precision": {"compute": "fp32"}},
+        "gives gradients that are not finite in fp64; use fp32",
+        CPU4,
+        replace(FACTS, fp64_obstacle="gives gradients that are not finite"),
+    ),
     "grouped-fp64": case(
         {"precision": {"compute": "fp64"}},
         {"precision": {"compute": "fp32"}},

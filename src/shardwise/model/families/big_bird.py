@@ -1,0 +1,25 @@
+"""BigBird and its encoder-decoder: block-sparse attention, and whole attention of short sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.model.family import Family
+
+
+def _whole_attention_of_short_sequences(model: nn.Module, sequence_length: int) -> None:
+    """Replace attention by whole attention where the first forward would: stages lack some of what it replaces."""
+    config: Any = model.config
+    fewest_blocks = 5 + 2 * config.num_random_blocks  # global, sliding and random ones
+    if sequence_length > fewest_blocks * config.block_size:
+        return
+    for module in list(model.modules()):
+        if getattr(module, "attention_type", None) == "block_sparse" and hasattr(module, "set_attention_type"):
+            with torch.device("meta"):
+                module.set_attention_type("original_full")
+
+
+FAMILY = Family(("big_bird", "bigbird_pegasus"), settle=_whole_attention_of_short_sequences)
