@@ -125,9 +125,7 @@ def _discover(
         **_interface(model),
         classifies=job.model.task in CLASSIFICATION,
         **_forward_facts(forward),
-        drops_by_microbatch=_drops_by_microbatch(model, forward, example),
-        couples_rows=getattr(config, "moe_eval_capacity_token_fraction", None) is not None,  # experts of a microbatch
-        draws_numbers=is_pretrained and forward.draws_on_activations,  # a user's module is tried for that
+        **_coupling(model, config, forward, example),
         adapters={},
         **_experts(model, config),
         ties=ties,
@@ -207,6 +205,18 @@ def _dtypes(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) ->
     return {
         "cast_arguments": () if example is None else arguments_to_cast(model, example),
         "unfit_dtypes": unfit_dtypes(model, job.data.sequence_length),
+    }
+
+
+def _coupling(
+    model: nn.Module, config: Any, forward: ForwardProbe, example: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    """Return why rows of a microbatch may change each other's numbers; a user's module is tried for that later."""
+    return {
+        "drops_by_microbatch": _drops_by_microbatch(model, forward, example),
+        # Experts of NLLB take so many tokens of a microbatch.
+        "couples_rows": getattr(config, "moe_eval_capacity_token_fraction", None) is not None,
+        "draws_numbers": isinstance(model, PreTrainedModel) and forward.draws_on_activations,
     }
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from shardwise.data.batch import Batch
 from shardwise.job.objects import load_object
@@ -642,7 +643,9 @@ def _build(job: Job, eager: bool) -> nn.Module:
         model: nn.Module = load_object(section.factory)(**copy.deepcopy(section.factory_arguments))
         return model.train()
     config = load_config(job)
-    config.use_cache = False
+    for part in (config, *vars(config).values()):  # a cache in evaluation leaves out a mask of T5Gemma's decoder
+        if isinstance(part, PreTrainedConfig):
+            part.use_cache = False
     attention = {"attn_implementation": "eager"} if eager or section.attention == "eager" else {}
     model = AUTO[section.task].from_config(
         config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention

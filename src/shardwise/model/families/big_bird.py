@@ -17,9 +17,10 @@ def _whole_attention_of_short_sequences(model: nn.Module, sequence_length: int) 
     if sequence_length > fewest_blocks * config.block_size:
         return
     for module in list(model.modules()):
-        if getattr(module, "attention_type", None) == "block_sparse" and hasattr(module, "set_attention_type"):
+        set_type: Any = getattr(module, "set_attention_type", None)
+        if set_type is not None:
             with torch.device("meta"):
-                module.set_attention_type("original_full")
+                set_type("original_full")
 
 
 FAMILY = Family(("big_bird", "bigbird_pegasus"), settle=_whole_attention_of_short_sequences)

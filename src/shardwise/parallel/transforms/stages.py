@@ -190,6 +190,8 @@ def _connect_encoder(model: nn.Module, name: str, boundary: StageBoundary) -> No
 
     if ENCODED in boundary.input_numbers:
         encoder: Any = model.get_submodule(name)
-        encoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=boundary.inputs_by_number()[ENCODED])
+        encoder.forward = lambda *_, **__: MoeModelOutputWithPast(
+            last_hidden_state=boundary.inputs_by_number()[ENCODED]
+        )
     if ENCODED in boundary.output_numbers:
         model.get_submodule(name).register_forward_hook(keep)

@@ -1,0 +1,75 @@
+"""What a family's forward would do to modules, weights and buffers is done ahead, or kept as transformers has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import LegalityError
+from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.stage_boundary import BoundaryShapes
+from shardwise.parallel.transforms.dtypes import convert
+from shardwise.plan.plan import Plan, World, resolve
+from shardwise.testing.toy_configs import toy_config
+
+
+def toy_job(model_type: str, task: str = "causal_lm", precision: str = "fp32", **config: Any) -> Job:
+    model = {"config": toy_config(model_type, **config), "task": task}
+    sections = {"data": {"sequence_length": 32}, "precision": {"compute": precision}}
+    return Job.model_validate({"model": model, **sections})
+
+
+def resolved(job: Job, facts: ModelFacts) -> Plan:
+    return resolve(job, World(1, "cpu", 1), facts)
+
+
+def test_an_evaluation_leaves_the_weights_of_rwkv_as_they_are() -> None:
+    model: Any = build_model(toy_job("rwkv", rescale_every=1)).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        evaluated = model.eval()(torch.arange(4)[None]).logits
+        trained = model.train()(torch.arange(4)[None]).logits
+    torch.testing.assert_close(evaluated, trained)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize(("block_size", "kind"), [(4, "BigBirdSelfAttention"), (1, "BigBirdBlockSparseAttention")])
+def test_big_bird_has_the_attention_of_its_sequences(block_size: int, kind: str) -> None:
+    """A sequence of 11 blocks or fewer is attended to as a whole."""
+    model: Any = build_model(toy_job("big_bird", "masked_lm", block_size=block_size))
+    assert {type(layer.attention.self).__name__ for layer in model.bert.encoder.layer} == {kind}
+
+
+def test_a_buffer_that_an_initializer_fills_keeps_its_16_bits() -> None:
+    """RecurrentGemma multiplies by the root of its hidden size, rounded to bf16."""
+    job = toy_job("recurrent_gemma")
+    model: Any = build_model(job)
+    convert(model, resolved(job, discover(model, job)))
+    assert model.model.normalizer.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_a_bias_of_whole_heads_is_whole_on_a_tensor_rank() -> None:
+    for heads_whole, heads in (("", 2), ("no plan", 4)):
+        facts: Any = SimpleNamespace(heads_whole=heads_whole, attention_heads=4, family="mt5")
+        shapes = BoundaryShapes.__new__(BoundaryShapes)
+        shapes.facts, shapes.plan = facts, SimpleNamespace(degrees={"tensor": 2})  # type: ignore[assignment]
+        assert shapes._on_tensor_rank((1, 4, 9, 9)) == (1, heads, 9, 9)
+
+
+def test_fp64_is_refused_where_transformers_own_code_fails_in_it() -> None:
+    job = toy_job("xglm", precision="fp64")
+    facts = discover(build_model(job), job)
+    with pytest.raises(LegalityError, match="puts the least number of the dtype into fp32"):
+        resolved(job, facts)
+    assert resolved(job, replace(facts, fp64_obstacle="")).dtypes.compute == "fp64"
