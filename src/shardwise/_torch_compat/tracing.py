@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "DataDependentOutputException",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "asks_for_values",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,9 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="trace JOB itself instead, one rank of every kind: memory, and whether all collectives meet",
+        help="trace JOB itself instead, one rank of every kind: memory, time, and whether all collectives meet",
     )
+    parser.add_argument("--timeline", metavar="FILE", help="with --trace: write the step for https://ui.perfetto.dev")
     parser.add_argument("--rank", type=_whole, metavar="R", help="with --trace: this rank alone")
 
 
@@ -82,6 +84,8 @@ def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.rank is not None and not options.trace:
         raise ConfigError(f"--rank={options.rank} does nothing without --trace; give both")
+    if options.timeline is not None and (options.rank is not None or not options.trace):
+        raise ConfigError(f"--timeline={options.timeline} needs --trace of all ranks; leave --rank out")
     for name in ("tokens", "price", "explain", "html", "write"):
         if options.trace and getattr(options, name) is not None:
             raise ConfigError(f"--{name} does nothing with --trace, which traces the job as it is; leave one out")
@@ -271,13 +275,18 @@ def _trace(question: SearchQuestion, options: argparse.Namespace) -> int:
     from shardwise.planner.search.search import sized_job, world_of
     from shardwise.testing.trace.job import trace_job
     from shardwise.testing.trace.report import describe
+    from shardwise.testing.trace.step_time import step_time
+    from shardwise.testing.trace.timeline_file import write_timeline
 
     job, _ = sized_job(question)
     trace = trace_job(job, world_of(question.cluster), question.facts, options.rank)
+    time = None if options.rank is not None else step_time(trace, question.facts, question.cluster)
     if options.json:
-        print(json.dumps(trace.to_dict(), indent=1))
+        print(json.dumps(trace.to_dict() | ({} if time is None else {"time": time.to_dict()}), indent=1))
     else:
-        output_console().print(describe(trace))
+        output_console().print(describe(trace, time))
+    if time is not None and options.timeline:
+        _save(options.timeline, "--timeline", partial(write_timeline, trace=trace, time=time))
     return 0
 
 

@@ -145,6 +145,8 @@ def test_what_cannot_be_traced_is_refused_by_name() -> None:
     offloaded = settings(16, memory={"offload_parameters": True})
     with pytest.raises(ConfigError, match=r"memory\.offload_parameters=True"):
         traced(offloaded, 8, device="cuda")
+    with pytest.raises(ConfigError, match=r"optimizer\.name=Muon"):
+        traced(settings(16, optimizer={"name": "Muon"}), 8)
     with pytest.raises(ConfigError, match="--rank=8 is not among the 8 ranks"):
         traced(settings(16), 8, rank=8)
 
@@ -245,7 +247,6 @@ HEALTHY: list[dict[str, Any]] = [
     {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "ring"}},
     {"parallel": {"context_parallel_degree": 2, "sharded_data_parallel_degree": 2}},
     {"parallel": {"shard_optimizer_state": True}},
-    {"optimizer": {"name": "Muon"}},
     {"data": {"format": "preference", "path": "pairs.jsonl"}, "parallel": {"pipeline_parallel_degree": 4}},
 ]
 

@@ -69,12 +69,12 @@ def check_agreement(program_of: Callable[[int], Program], ranks: int, describe: 
     Raises:
         ModelError: some do not; with the lines of code of two ranks that are out of step.
     """
-    world = World({number: program_of(number) for number in range(ranks)}, describe)
+    world = RankWorld({number: program_of(number) for number in range(ranks)}, describe)
     world.run()
     return world.count
 
 
-class World:
+class RankWorld:
     """Ranks that advance, and what waits in their groups."""
 
     def __init__(self, ranks: Mapping[int, Program], describe: Callable[[int], str] = str) -> None:
@@ -206,16 +206,16 @@ class World:
             return
         sends = call.operation == SEND
         source, target = (turn.rank, other) if sends else (other, turn.rank)
-        mine, theirs = POINT_TO_POINT if sends else POINT_TO_POINT[::-1]
-        waiting = self._messages[turn.stream, source, target, theirs]
+        own, counterpart = POINT_TO_POINT if sends else POINT_TO_POINT[::-1]
+        waiting = self._messages[turn.stream, source, target, counterpart]
         if not waiting:
-            self._messages[turn.stream, source, target, mine].append((turn, call))
+            self._messages[turn.stream, source, target, own].append((turn, call))
             return
-        met, counterpart = waiting.popleft()
-        if counterpart.bytes != call.bytes:
-            raise ModelError(self._out_of_step(met, turn))
-        self.met([met, turn], call)
-        self._settle(met)
+        earlier, message = waiting.popleft()
+        if message.bytes != call.bytes:
+            raise ModelError(self._out_of_step(earlier, turn))
+        self.met([earlier, turn], call)
+        self._settle(earlier)
         self._settle(turn)
 
     def _settle(self, turn: Turn) -> None:
@@ -255,13 +255,13 @@ class World:
 
     def _explain(self, stuck: RankState) -> str:
         """Follow who waits for whom, to a rank that has ended or to one that was met before."""
-        seen: dict[int, Turn] = {}
+        passed: dict[int, Turn] = {}
         rank = stuck
-        while rank.number not in seen and (turn := self._pending(rank)) is not None:
-            seen[rank.number] = turn
+        while rank.number not in passed and (turn := self._pending(rank)) is not None:
+            passed[rank.number] = turn
             rank = self.ranks[self._missing(turn)]
-        order = [*seen]
-        if rank.number in seen:  # a circle
+        order = [*passed]
+        if rank.number in passed:  # a circle
             circle = order[order.index(rank.number) :]
             names = " for ".join(f"rank {number} waits" for number in circle)
             one, two = self.ranks[circle[0]], self.ranks[circle[1 % len(circle)]]
@@ -269,7 +269,7 @@ class World:
         else:
             one, two = self.ranks[order[-1]], rank
             what = (
-                f"rank {one.number} ({self.describe(one.number)}) waits for {seen[one.number].calls[0]}, which rank "
+                f"rank {one.number} ({self.describe(one.number)}) waits for {passed[one.number].calls[0]}, which rank "
                 f"{two.number} ({self.describe(two.number)}) never calls"
             )
         return f"{what}\n{self._columns(one, two)}"

@@ -21,7 +21,7 @@ LARGEST = 256  # size of a head that the kernel takes
 
 
 @contextmanager
-def fused_attention(on_accelerator: bool) -> Iterator[None]:
+def attention_as_on_gpu(on_accelerator: bool) -> Iterator[None]:
     """Let calls that flash attention can do be one operator inside, if the traced job runs on an accelerator."""
     fused = {name: _or(function) for name, function in dispatch.FUNCTIONS.items() if name in FUSED}
     with mock.patch.dict(dispatch.FUNCTIONS, fused if on_accelerator else {}):

@@ -17,7 +17,7 @@ from shardwise.plan.plan import Plan, World, resolve
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.testing.trace.agreement import Program, check_agreement
-from shardwise.testing.trace.kinds import RankKind, kind_of, ranks_of_kinds
+from shardwise.testing.trace.kinds import RankKind, kind_of_rank, ranks_of_kinds
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace, trace_rank
 from shardwise.testing.trace.refusals import refuse_untraceable
@@ -102,7 +102,7 @@ def trace_job(
         raise ConfigError(f"--rank={rank} is not among the {world.size} ranks; use 0 to {world.size - 1}")
     refuse_untraceable(plan, facts)
     layout = Layout.from_plan(plan, 0)
-    kinds = ranks_of_kinds(layout) if rank is None else {kind_of(layout, rank): rank}
+    kinds = ranks_of_kinds(layout) if rank is None else {kind_of_rank(layout, rank): rank}
     traces = dict(zip(kinds, _traces(job, plan, facts, [*kinds.values()], processes), strict=True))
     met = None if rank is not None else _check(layout, traces)
     planned = tuple(estimate(plan, facts, pipeline=trace.coordinates["pipeline"]) for trace in traces.values())
@@ -115,7 +115,7 @@ def _check(layout: Layout, traces: dict[RankKind, RankTrace]) -> int:
     def describe(rank: int) -> str:
         return where(layout.coordinates(rank))
 
-    return check_agreement(lambda rank: programs[kind_of(layout, rank)], layout.world_size, describe)
+    return check_agreement(lambda rank: programs[kind_of_rank(layout, rank)], layout.world_size, describe)
 
 
 def where(coordinates: Any) -> str:

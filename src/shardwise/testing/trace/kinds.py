@@ -24,7 +24,7 @@ class RankKind(NamedTuple):
     first_of_data: bool
 
 
-def kind_of(layout: Layout, rank: int) -> RankKind:
+def kind_of_rank(layout: Layout, rank: int) -> RankKind:
     """Return the kind of a rank."""
     coordinates = layout.coordinates(rank)
     index, degree = coordinates[Axis.TENSOR], layout.degrees[Axis.TENSOR]
@@ -37,7 +37,7 @@ def ranks_of_kinds(layout: Layout) -> dict[RankKind, int]:
     """Return kind -> the rank that is traced for it: the first of all that are, or the last of later data ranks."""
     ranks: dict[RankKind, int] = {}
     for rank in range(layout.world_size):
-        kind = kind_of(layout, rank)
+        kind = kind_of_rank(layout, rank)
         if not kind.first_of_data or kind not in ranks:
             ranks[kind] = rank
     return ranks

@@ -1,4 +1,4 @@
-"""What a traced rank does in a step, as plain data: operators, collectives, waits for them, and reads of values."""
+"""The program of a traced rank in a step, as plain data: operators, collectives, waits and reads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What follows needs the result of a call; `at_use` where FSDP2 copies out what it has gathered."""
+    """Wait for the result of a call, which what follows needs; `at_use` where FSDP2 copies out what it has gathered."""
 
     number: int
     at_use: bool = False

@@ -32,9 +32,9 @@ from shardwise.parallel.objective import Objective
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
-from shardwise.testing.trace.fused_attention import fused_attention
+from shardwise.testing.trace.fused_attention import attention_as_on_gpu
 from shardwise.testing.trace.program import Entry, Partition
-from shardwise.testing.trace.recorder import Recorder
+from shardwise.testing.trace.recorder import RankRecorder
 from shardwise.testing.trace.refusals import values_refused
 from shardwise.testing.trace.storages import STATE, WEIGHTS, Storages
 from shardwise.training import step as training_step
@@ -49,7 +49,7 @@ WHOLE = 1 << 62
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank holds and does in a step.
+    """One rank's memory and program in a step.
 
     Attributes:
         rank: that was traced.
@@ -132,12 +132,12 @@ def _alone(rank: int, size: int) -> Iterator[None]:
 def _as_on_accelerator(on_accelerator: bool) -> Iterator[None]:
     """Run inside what an accelerator runs, as far as it depends on the kind of device that tensors say they are on."""
     with ExitStack() as stack:
-        stack.enter_context(fused_attention(on_accelerator))
+        stack.enter_context(attention_as_on_gpu(on_accelerator))
         stack.enter_context(mock.patch.object(training_step, "NORM_CHUNK", WHOLE))  # a CPU's norm is in thousands
         yield
 
 
-def _trace(plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages) -> Recorder:
+def _trace(plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages) -> RankRecorder:
     device = torch.device("cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
@@ -147,7 +147,7 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages) ->
     named = {name: module for whole in modules for name, module in whole.named_modules()}
     with fake:
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
-        recorder = Recorder(layout, named, storages)
+        recorder = RankRecorder(layout, named, storages)
         storages.own(WEIGHTS, *modules)
         with values_refused(), recorder.recording(), _one_document(plan, recorder):
             _make_state(model, objective, optimizer, recorder)
@@ -158,7 +158,7 @@ def _trace(plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages) ->
 
 
 @contextmanager
-def _one_document(plan: Plan, recorder: Recorder) -> Iterator[None]:
+def _one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
     """Answer transformers, which asks whether positions start anew inside a sequence, as they do in isolated documents.
 
     It reads that from a value, of other tensors than fake ones.
@@ -174,7 +174,9 @@ def _one_document(plan: Plan, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _make_state(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: Recorder) -> None:
+def _make_state(
+    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder
+) -> None:
     """Let the optimizer make its state, as the first step does; what is in host memory needs a whole step."""
     if optimizer.host is not None:
         _step(model, objective, optimizer, recorder)
@@ -186,7 +188,7 @@ def _make_state(model: ParallelModel, objective: Objective, optimizer: ShardedOp
     optimizer.zero_grad()
 
 
-def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: Recorder) -> None:
+def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder) -> None:
     """Run `train_step` with numbers that are nobody's."""
     batches = [_batch(model.plan) for _ in range(model.plan.accumulation)]
     with recorder.answering(0):

@@ -24,6 +24,7 @@ from shardwise._torch_compat.groups import COLLECTIVE_NAMESPACES, FinishedWork, 
 from shardwise._torch_compat.operators import device_of, grouped_product, new_empty, read_scalar
 from shardwise._torch_compat.tracing import (
     DataDependentOutputException,
+    FakeTensor,
     TorchDispatchMode,
     runs_backward,
     tree_leaves,
@@ -54,7 +55,7 @@ UPDATE = "update"
 OF_UNITS = ("shard", "replica")  # groups of the collectives of FSDP2's units, by name
 
 
-class Recorder(TorchDispatchMode):
+class RankRecorder(TorchDispatchMode):
     """Notes what one rank does while it is active.
 
     Args:
@@ -90,7 +91,7 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(self._storages.watching())
             stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
-            stack.enter_context(mock.patch.object(Tensor, "tolist", self._listed))
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._listed(tensor)))
             yield stack.enter_context(self)
 
     @contextmanager
@@ -156,6 +157,8 @@ class Recorder(TorchDispatchMode):
             output = new_empty(args[0], grouped_shape(*args, **(kwargs or {})))
         else:
             output = func(*args, **(kwargs or {}))
+        if func.is_view:  # type: ignore[attr-defined]
+            return output  # no memory and no kernel
         self._storages.see(tree_leaves((args, kwargs, output)))
         namespace = func.namespace  # type: ignore[attr-defined]
         if namespace in COLLECTIVE_NAMESPACES:
@@ -220,16 +223,17 @@ class Recorder(TorchDispatchMode):
         call = self._call(func, args, group, name if isinstance(name, CollectiveName) else None)
         if call.is_apart:
             self._storages.own(SHARDING, args, output)
-            if group.size() > 1:
-                self._gathered |= {id(storage): call.number for storage in storages_of(args[0])}
+        work = FinishedWork(lambda: None)
         if self.noting and group.size() > 1:
             self.close()
             self.entries.append(call)
             self._calls += 1
-        work = FinishedWork(lambda: self._waited(call)) if group.size() > 1 else FinishedWork(lambda: None)
+            work = FinishedWork(lambda: self._waited(call))
+            if call.is_apart:
+                self._gathered |= {id(storage): call.number for storage in storages_of(args[0])}
         self._works.append(work)
         if func.namespace != "c10d":
-            self._waited(call)
+            work.wait()
             return output
         return (*output[:-1], work.boxed()) if isinstance(output, tuple) else work.boxed()
 
@@ -238,14 +242,13 @@ class Recorder(TorchDispatchMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         numbers = [] if first is None else [self._gathered.pop(id(storage), None) for storage in storages_of(first)]
         for number in numbers:
-            if number is not None and self.noting:
+            if number is not None:
                 self.close()
                 self.entries.append(Wait(number, at_use=True))
 
     def _waited(self, call: Call) -> None:
-        if self.noting:
-            self.close()
-            self.entries.append(Wait(call.number))
+        self.close()
+        self.entries.append(Wait(call.number))
 
     def _call(self, func: Any, args: tuple[Any, ...], group: dist.ProcessGroup, name: CollectiveName | None) -> Call:
         raw = func._opname

@@ -1,4 +1,4 @@
-"""What a trace cannot see, refused by name."""
+"""Refusals, by name, of jobs that a trace cannot see."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
     (
         lambda plan, facts: plan.stages and facts.stages.traced,
         "parallel.pipeline_parallel_degree above 1: torch traces this model's forward to cut it, in no other trace",
+    ),
+    (
+        lambda plan, facts: plan.orthogonalized and plan.world.size > 1,
+        "optimizer.name=Muon: its ranks ask each other what they hold, and the trace has one at a time",
     ),
     (
         lambda plan, facts: plan.job.model.task == "seq2seq_lm",

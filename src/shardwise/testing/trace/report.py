@@ -12,15 +12,20 @@ from rich.text import Text
 from shardwise.testing.trace.job import JobTrace, where
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace, traced_microbatches
+from shardwise.testing.trace.step_time import StepTime
 from shardwise.testing.trace.storages import OWNERS
 
 MIB = 2**20
 
 
-def describe(trace: JobTrace) -> Group:
+def describe(trace: JobTrace, time: StepTime | None = None) -> Group:
     """Return the tables of a traced job, and notes."""
     parts: list[RenderableType] = [_memory(trace), _collectives(trace.fullest)]
-    return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in _notes(trace)))
+    notes = [*_notes(trace)]
+    if time is not None:
+        parts.append(_time(trace, time))
+        notes += _host_notes(trace, time)
+    return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in notes))
 
 
 def _table(title: str) -> Table:
@@ -63,6 +68,30 @@ def _collectives(rank: RankTrace) -> Table:
     return table
 
 
+def _time(trace: JobTrace, time: StepTime) -> Table:
+    known = "" if time.closed_form is None else f", {time.closed_form:.3g} s by the closed form"
+    table = _table(f"A step takes {time.seconds:.3g} s{known}; of the traced {time.traced:.3g} s")
+    table.add_column("rank")
+    for name in ("computing, s", "waiting for collectives, s", "for other stages, s", "host launching, s", "launches"):
+        table.add_column(name, justify="right")
+    named = {rank.rank: where(rank.coordinates) for rank in trace.ranks}
+    for rank, clock in time.clocks.items():
+        seconds = (clock.busy, clock.collectives, clock.messages, clock.launching)
+        launches = f"{time.hosts[rank].launches:,}"
+        table.add_row(f"{rank}: {named[rank]}", *(f"{value:.3f}" for value in seconds), launches)
+    return table
+
+
+def _host_notes(trace: JobTrace, time: StepTime) -> Iterator[str]:
+    host = time.hosts[time.slowest]
+    reads = ", ".join(f"{line} ({count})" for line, count in host.reads.most_common())
+    yield f"The host of rank {time.slowest} waits for a value {host.reads.total()} times in the traced step: {reads}."
+    least, own = host.smallest_microbatch, trace.plan.microbatch
+    if least > own:
+        yield f"The host is the limit: it launches for {host.share:.1f} times as long as the accelerator works."
+    yield f"From training.microbatch_size {least} on the host is not the limit; the job has {own}."
+
+
 def _notes(trace: JobTrace) -> Iterator[str]:
     plan = trace.plan
     if trace.met is not None:
@@ -75,4 +104,4 @@ def _notes(trace: JobTrace) -> Iterator[str]:
         more = "hold more only under `pipeline: simple`" if plan.stages else "hold no more"
         yield f"{count} of {plan.accumulation} microbatches were traced and counted; further ones {more}."
     if plan.job.model.compile:
-        yield "model.compile: the blocks were traced uncompiled; compiled ones keep less."
+        yield "model.compile: the blocks were traced uncompiled; compiled ones keep less and launch fewer kernels."

@@ -121,13 +121,13 @@ class Storages:
     def owners_at(self, moments: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the bytes at ascending moments, by owner in the order of `OWNERS`."""
         total: Counter[str] = Counter()
-        found, at = [], 0
+        sizes, at = [], 0
         for moment in moments:
             for change in self._log[at:moment]:
                 total[change.storage.resolved()] += change.bytes
-            found.append(tuple(total[owner] for owner in OWNERS))
+            sizes.append(tuple(total[owner] for owner in OWNERS))
             at = moment
-        return found
+        return sizes
 
     def _of(self, storage: torch.UntypedStorage) -> _Storage:
         key = id(storage)

@@ -16,7 +16,8 @@ WITHOUT_KERNEL = {
     "new_empty", "new_empty_strided", "resize_", "set_",
 }  # fmt: skip
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_mm": 0}  # -> its first operand
-ATTENTION = {"_scaled_dot_product_flash_attention": 1.0, "_scaled_dot_product_flash_attention_backward": 2.5}
+FUSED = "_scaled_dot_product_flash_attention"
+ATTENTION = {FUSED: 1.0, f"{FUSED}_backward": 2.5, f"{FUSED}_for_cpu": 1.0, f"{FUSED}_for_cpu_backward": 2.5}
 BYTES: Kind = ("bytes",)
 
 
