@@ -324,6 +324,7 @@ def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixt
         (("--cluster", "cpu:none"), "no count of nodes"),
         (("--cluster", "/nowhere/cluster.yaml"), "does not exist. There is no directory '/nowhere'."),
         (("--price", "2"), "does nothing without --tokens"),
+        (("--timeline", "x.json"), "needs --trace of all ranks"),
         (("--rank", "1"), "does nothing without --trace"),
         (("--trace", "--write", "x.yaml"), "does nothing with --trace"),
         (("--cluster", "cpu:4", "--parallel.tensor_parallel_degree", "3"), "3 does not divide the 4 ranks; use"),

@@ -221,7 +221,7 @@ def without_a_receive(model: ParallelModel) -> None:
     ("plant", "said"),
     [
         (on_first_stage_alone, "test_trace.py:{line}"),
-        (in_opposite_order, "no order of their calls ends"),
+        (in_opposite_order, "a circle of ranks"),
         (without_a_receive, "waits for send over pipeline"),
     ],
 )

@@ -107,8 +107,8 @@ class RankWorld:
     def issued(self, rank: RankState, turn: Turn) -> None:
         """Take note that a rank has issued a call or the first of a batch."""
 
-    def met(self, turns: Sequence[Turn], call: Call) -> None:
-        """Take note that a collective has all its members, or a message its counterpart."""
+    def met(self, turns: Sequence[Turn], calls: Sequence[Call]) -> None:
+        """Take note that a collective has all its members, or a message its counterpart; each turn's call is given."""
         self.count += len(turns)
 
     def _number_partitions(self) -> None:
@@ -193,7 +193,7 @@ class RankWorld:
             raise ModelError(self._out_of_step(first, turn))
         if len(arrived) == len(self.members(turn)):
             del self._meetings[turn.stream]
-            self.met(arrived, turn.calls[0])
+            self.met(arrived, [one.calls[0] for one in arrived])
             for one in arrived:
                 self._finish(one)
 
@@ -201,7 +201,7 @@ class RankWorld:
         """Bring a message to its counterpart, if that is there."""
         other = self._peer(self.group(turn), turn.rank, call)
         if other not in self.ranks:  # one that is not looked at
-            self.met([turn], call)
+            self.met([turn], [call])
             self._settle(turn)
             return
         sends = call.operation == SEND
@@ -214,7 +214,7 @@ class RankWorld:
         earlier, message = waiting.popleft()
         if message.bytes != call.bytes:
             raise ModelError(self._out_of_step(earlier, turn))
-        self.met([earlier, turn], call)
+        self.met([earlier, turn], [message, call])
         self._settle(earlier)
         self._settle(turn)
 
@@ -263,14 +263,14 @@ class RankWorld:
         order = [*passed]
         if rank.number in passed:  # a circle
             circle = order[order.index(rank.number) :]
-            names = " for ".join(f"rank {number} waits" for number in circle)
+            names = ", which waits for ".join(f"rank {number}" for number in circle)
             one, two = self.ranks[circle[0]], self.ranks[circle[1 % len(circle)]]
-            what = f"{names} for rank {circle[0]}: no order of their calls ends"
+            what = f"a circle of ranks: {names}, which waits for rank {circle[0]}"
         else:
             one, two = self.ranks[order[-1]], rank
             what = (
                 f"rank {one.number} ({self.describe(one.number)}) waits for {passed[one.number].calls[0]}, which rank "
-                f"{two.number} ({self.describe(two.number)}) never calls"
+                f"{two.number} ({self.describe(two.number)}) never meets"
             )
         return f"{what}\n{self._columns(one, two)}"
 

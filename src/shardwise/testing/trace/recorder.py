@@ -229,7 +229,7 @@ class RankRecorder(TorchDispatchMode):
             self.entries.append(call)
             self._calls += 1
             work = FinishedWork(lambda: self._waited(call))
-            if call.is_apart:
+            if call.is_apart and isinstance(args[0], Tensor):  # what is gathered, or reduced and never copied out
                 self._gathered |= {id(storage): call.number for storage in storages_of(args[0])}
         self._works.append(work)
         if func.namespace != "c10d":

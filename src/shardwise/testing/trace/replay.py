@@ -91,8 +91,9 @@ class Replay(RankWorld):
         if isinstance(entry, Operators):
             self._operate(rank.number, clock, entry)
         elif isinstance(entry, Read):
-            self.slices.append(TimelineSlice(rank.number, HOST, f"waits in {entry.line}", clock.host, 0.0))
-            clock.host = max(clock.host, clock.computation)
+            waited = max(0.0, clock.computation - clock.host)
+            self.slices.append(TimelineSlice(rank.number, HOST, f"waits in {entry.line}", clock.host, waited))
+            clock.host += waited
         elif not super().goes_on(rank, entry):
             return False
         elif isinstance(entry, Wait):
@@ -135,16 +136,22 @@ class Replay(RankWorld):
             clock.computation = max(clock.computation, clock.reduced)
         turn.ready = max(clock.host, clock.computation)
 
-    def met(self, turns: Sequence[Turn], call: Call) -> None:
-        super().met(turns, call)
-        key = (turns[0].stream, call.operation if call.is_apart else "")
-        starts = [max(turn.ready, self.clocks[turn.rank].streams.get(key, 0.0)) for turn in turns]
-        start, seconds = max(starts), self._roofline.call_seconds(call, self.group(turns[0]))
-        for turn in turns:
+    def met(self, turns: Sequence[Turn], calls: Sequence[Call]) -> None:
+        super().met(turns, calls)
+        seconds = self._roofline.call_seconds(calls[0], self.group(turns[0]))
+        keys = [(turn.stream, _part_of_stream(call)) for turn, call in zip(turns, calls, strict=True)]
+        clocks = [self.clocks[turn.rank] for turn in turns]
+        free = (max(turn.ready, clock.streams.get(key, 0.0)) for turn, clock, key in zip(turns, clocks, keys))
+        start = max(free)
+        for turn, call, clock, key in zip(turns, calls, clocks, keys, strict=True):
+            clock.streams[key] = start + seconds
             turn.done = max(turn.done, start + seconds)
-            clock = self.clocks[turn.rank]
-            clock.streams[key] = max(clock.streams.get(key, 0.0), 0.0 if call.is_message else turn.done)
             if call.is_apart and call.operation != "all_gather":
                 clock.reduced = max(clock.reduced, turn.done)
-            stream = f"{call.group}: {call.operation}" if call.is_apart or call.is_message else call.group
+            stream = f"{call.group}: {key[1]}" if key[1] else call.group
             self.slices.append(TimelineSlice(turn.rank, stream, str(call), start, seconds, call))
+
+
+def _part_of_stream(call: Call) -> str:
+    """Return the operation that has a stream of its own: FSDP2's, and what goes and comes between two ranks."""
+    return call.operation if call.is_apart or call.is_message else ""
