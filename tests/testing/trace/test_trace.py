@@ -178,9 +178,15 @@ def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFi
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert rank["rank"] == 3 and rank["coordinates"]["shard"] == 3
     assert rank["traced_peak_bytes"] > 0 and abs(rank["error_percent"]) < 8
-    assert main(["plan", str(job), "--trace", "--cluster", "cpu:8"]) == 0
+    timeline = tmp_path / "step.json"  # four kinds, in processes of their own
+    stages = ["--parallel.pipeline_parallel_degree", "2", "--timeline", str(timeline)]
+    assert main(["plan", str(job), "--trace", "--cluster", "dgx-h100:1", *stages]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 8 ranks traced" in printed and "of all 8 ranks meet" in printed
+    assert "4 of 8 ranks traced" in printed and "of all 8 ranks meet" in printed
+    assert "A step takes" in printed and "on the host is not the limit" in printed
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"host", "computation"}
 
 
 # ---- ranks that do not meet
