@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
+from shardwise.launch.process_group import available_cores
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import Plan, World, resolve
@@ -22,6 +23,7 @@ from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace, trace_rank
 from shardwise.testing.trace.refusals import refuse_untraceable
 
+MOST = 8  # processes, of half a GiB each
 FEW = 2  # kinds that are traced one after the other, since a process takes seconds to start
 
 
@@ -89,7 +91,7 @@ def trace_job(
 
     Args:
         rank: to trace alone; unset: one of every kind, whose collectives are checked to meet.
-        processes: that trace at once; unset: as many as processors are free.
+        processes: that trace at once; unset: as many as there are cores, up to `MOST`.
 
     Raises:
         LegalityError: the job cannot run on that world.
@@ -124,7 +126,7 @@ def where(coordinates: Any) -> str:
 
 
 def _traces(job: Job, plan: Plan, facts: ModelFacts, ranks: list[int], processes: int | None) -> Iterator[RankTrace]:
-    count = min(len(ranks), processes or len(os.sched_getaffinity(0)))
+    count = min(len(ranks), processes or min(MOST, available_cores()))
     if count == 1 or len(ranks) <= FEW:
         yield from (trace_rank(plan, facts, rank) for rank in ranks)
         return
@@ -139,6 +141,7 @@ _worker: list[tuple[Plan, ModelFacts]] = []  # of a process that traces
 
 
 def _prepare(job: Job, world: World, facts: ModelFacts) -> None:
+    gc.freeze()  # what is imported is no garbage, and takes a seventh of a trace to look through again and again
     _worker.append((resolve(job, world, facts), facts))
 
 

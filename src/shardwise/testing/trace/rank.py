@@ -43,7 +43,6 @@ from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.reference import frozen_copy, needs_copy
 
 FAKE = "fake"
-MICROBATCHES = 2  # without a pipeline, more of them hold no more; with one, for each of its ranks
 WHOLE = 1 << 62
 
 
@@ -104,8 +103,12 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
 
 
 def traced_microbatches(plan: Plan) -> int:
-    """Return how many of a step's microbatches are traced."""
-    return min(plan.accumulation, MICROBATCHES * plan.degrees[Axis.PIPELINE])
+    """Return how many of a step's microbatches are traced: one more than are under way at once, which hold no more.
+
+    Schedules of several stages a rank go round by twice as many as there are ranks.
+    """
+    ranks = plan.degrees[Axis.PIPELINE]
+    return min(plan.accumulation, 2 * ranks if len(plan.stages) > ranks else ranks + 1)
 
 
 def _traceable(plan: Plan) -> Plan:

@@ -78,7 +78,7 @@ def _time(trace: JobTrace, time: StepTime) -> Table:
     for rank, clock in time.clocks.items():
         seconds = (clock.busy, clock.collectives, clock.messages, clock.launching)
         launches = f"{time.hosts[rank].launches:,}"
-        table.add_row(f"{rank}: {named[rank]}", *(f"{value:.3f}" for value in seconds), launches)
+        table.add_row(f"{rank}: {named[rank]}", *(f"{value:.3g}" for value in seconds), launches)
     return table
 
 
@@ -103,5 +103,9 @@ def _notes(trace: JobTrace) -> Iterator[str]:
     if plan.accumulation > count:
         more = "hold more only under `pipeline: simple`" if plan.stages else "hold no more"
         yield f"{count} of {plan.accumulation} microbatches were traced and counted; further ones {more}."
+    if plan.collectives != "flat":
+        yield "parallel.collective_algorithm: each collective was traced as one call, whatever levels carry it."
+    if plan.job.model.cuda_graphs:
+        yield "model.cuda_graphs: launches were counted one by one; graphs make most of them at once."
     if plan.job.model.compile:
         yield "model.compile: the blocks were traced uncompiled; compiled ones keep less and launch fewer kernels."
