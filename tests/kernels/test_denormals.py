@@ -13,7 +13,7 @@ def _kept() -> bool:
     return float(torch.full((), 1e-40) * 1.0) != 0.0
 
 
-def test_a_dry_run_asks_for_no_number() -> None:
+def test_fake_tensors_are_asked_for_no_number() -> None:
     with FakeTensorMode():
         query, key, value = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
         settings = BlockwiseSettings(8**-0.5, causal=True, bias=torch.zeros(1, 2, 1, 64))

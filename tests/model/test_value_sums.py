@@ -31,7 +31,7 @@ def test_values_that_are_no_numbers_are_equal_to_themselves() -> None:
     assert not is_other(value_sum(tensor.clone()), value_sum(tensor))
 
 
-def test_a_dry_runs_parameter_has_no_values() -> None:
+def test_a_fake_parameter_has_no_values() -> None:
     with FakeTensorMode():
         fake = torch.empty(2, 2)
     assert value_sum(fake) is None and not is_other(None, value_sum(torch.ones(2)))

@@ -53,7 +53,7 @@ def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
 def share_attributes(source: Tensor, target: Tensor | None) -> None:
     """Let `target` have the attributes that user code has set on `source` or sets on either of them later.
 
-    Attributes of a dry run's tensors are torch's own.
+    Attributes of a traced job's tensors are torch's own.
     """
     if target is not None and not is_fake(target):
         target.__dict__ = source.__dict__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -118,6 +118,39 @@ def fake_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+# No public name: what torch.distributed and its functional collectives bring to the dispatcher (torch 2.11 to 2.13).
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+
+
+def group_of_operator(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """Return the group of a collective's operator, from its arguments; None where it has none."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and str(value._type()).endswith("ProcessGroup"):
+            return dist.ProcessGroup.unbox(value)
+    names: list[Any] = [value for value in args if isinstance(value, str)]
+    return distributed_c10d._resolve_process_group(names[-1]) if names else None
+
+
+class FinishedWork(dist.Work):
+    """The work of a collective that has nothing to do; it tells when it is waited for."""
+
+    def __init__(self, waited: Callable[[], None]) -> None:
+        super().__init__()
+        self._waited = waited
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._waited()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:  # type: ignore[override]
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([])
+        return future
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

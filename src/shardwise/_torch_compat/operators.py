@@ -29,6 +29,7 @@ PRODUCT_OPERATORS = tuple(
 
 new_empty = _ATEN.new_empty.default
 grouped_product = _ATEN._grouped_mm.default
+device_of = torch.ops.prim.device.default  # asked of a fake tensor at every turn
 read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
 
 
@@ -78,3 +79,10 @@ def flash_attention_backward(
         gradient, query, key, value, output, logs, 0.0, causal, attn_mask=mask, scale=scale
     )
     return grads
+
+
+# No public name: scaled_dot_product_attention chooses it for tensors on a GPU alone (torch 2.11 to 2.13).
+def gpu_flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+    """Return [B, h, Q, d] of flash attention on a GPU, for tensors that have no values."""
+    output: Tensor = _ATEN._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)[0]
+    return output

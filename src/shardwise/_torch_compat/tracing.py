@@ -23,12 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "DataDependentOutputException",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "asks_for_values",
     "attributes_of_fakes",
     "is_fake",
     "is_traceable_wrapper_subclass",
+    "runs_backward",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -59,5 +61,11 @@ def attributes_of_fakes() -> frozenset[str]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor has no storage: one of a dry run, whose attributes are torch's own."""
+    """Return whether a tensor has no storage: one of a traced job, whose attributes are torch's own."""
     return isinstance(tensor, FakeTensor)
+
+
+def runs_backward() -> bool:
+    """Return whether autograd's backward is what runs now, recomputed forwards included."""
+    # No public name: torch's own hooks of multi-tensor gradients ask it (torch 2.11 to 2.13).
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +46,20 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page with charts of memory, time, schedule and scaling")
     parser.add_argument("--write", metavar="JOB.yaml", help="write the best (or the explained) layout as a job")
     parser.add_argument(
-        "--dry-run", action="store_true", help="trace one rank of JOB itself instead, allocating nothing"
+        "--trace",
+        action="store_true",
+        help="trace JOB itself instead, one rank of every kind: memory, time, and whether all collectives meet",
     )
-    parser.add_argument("--rank", type=_whole, metavar="R", help="with --dry-run: which rank (default: 0)")
+    parser.add_argument("--timeline", metavar="FILE", help="with --trace: write the step for https://ui.perfetto.dev")
+    parser.add_argument("--rank", type=_whole, metavar="R", help="with --trace: this rank alone")
 
 
 def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
-    """Search, or trace one rank. Raises ShardwiseError for a user's mistake."""
+    """Search, or trace the job. Raises ShardwiseError for a user's mistake."""
     _check(options)
     question, notes = _question(options, keys)
-    if options.dry_run:
-        return _dry_run(question, options)
+    if options.trace:
+        return _trace(question, options)
     from shardwise.planner.search.explain import Budget
     from shardwise.planner.search.search import search
 
@@ -78,11 +82,13 @@ def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.rank is not None and not options.dry_run:
-        raise ConfigError(f"--rank={options.rank} does nothing without --dry-run; give both")
+    if options.rank is not None and not options.trace:
+        raise ConfigError(f"--rank={options.rank} does nothing without --trace; give both")
+    if options.timeline is not None and (options.rank is not None or not options.trace):
+        raise ConfigError(f"--timeline={options.timeline} needs --trace of all ranks; leave --rank out")
     for name in ("tokens", "price", "explain", "html", "write"):
-        if options.dry_run and getattr(options, name) is not None:
-            raise ConfigError(f"--{name} does nothing with --dry-run, which traces the job as it is; leave one out")
+        if options.trace and getattr(options, name) is not None:
+            raise ConfigError(f"--{name} does nothing with --trace, which traces the job as it is; leave one out")
     if options.price is not None and options.tokens is None:
         raise ConfigError(f"--price={options.price:g} does nothing without --tokens; give both")
 
@@ -265,16 +271,22 @@ def _save(path: str, option: str, write: Any) -> None:
         raise OutputError(f"{option}={path}: {error.strerror}") from error
 
 
-def _dry_run(question: SearchQuestion, options: argparse.Namespace) -> int:
+def _trace(question: SearchQuestion, options: argparse.Namespace) -> int:
     from shardwise.planner.search.search import sized_job, world_of
-    from shardwise.testing.dry_run import describe, dry_run
+    from shardwise.testing.trace.job import trace_job
+    from shardwise.testing.trace.report import describe
+    from shardwise.testing.trace.step_time import step_time
+    from shardwise.testing.trace.timeline_file import write_timeline
 
     job, _ = sized_job(question)
-    run = dry_run(job, world_of(question.cluster), question.facts, options.rank or 0)
+    trace = trace_job(job, world_of(question.cluster), question.facts, options.rank)
+    time = None if options.rank is not None else step_time(trace, question.facts, question.cluster)
     if options.json:
-        print(json.dumps(run.to_dict(), indent=1))
+        print(json.dumps(trace.to_dict() | ({} if time is None else {"time": time.to_dict()}), indent=1))
     else:
-        output_console().print(describe(run))
+        output_console().print(describe(trace, time))
+    if time is not None and options.timeline:
+        _save(options.timeline, "--timeline", partial(write_timeline, trace=trace, time=time))
     return 0
 
 

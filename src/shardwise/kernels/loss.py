@@ -116,7 +116,7 @@ def linear_cross_entropy(
 def _counted_rows(targets: Tensor) -> Tensor | None:
     """Return the rows with a counted label, where a copy of them saves more products than it costs; None: all.
 
-    On a GPU their number would have to be waited for, and in a dry run nobody knows it.
+    On a GPU their number would have to be waited for, and of fake tensors nobody knows it.
     """
     if targets.device.type != "cpu" or is_fake(targets):
         return None

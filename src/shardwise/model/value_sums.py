@@ -11,7 +11,7 @@ from shardwise._torch_compat.tracing import is_fake
 def value_sum(parameter: Tensor) -> Tensor | None:
     """Return a sum of the values by their places, in fp64, so that rows that are exchanged change it too.
 
-    None of a dry run's parameter, which has no values.
+    None of a fake parameter, which has no values.
     """
     if is_fake(parameter):
         return None
@@ -22,5 +22,5 @@ def value_sum(parameter: Tensor) -> Tensor | None:
 
 
 def is_other(now: Tensor | None, before: Tensor | None) -> bool:
-    """Tell whether two sums of one parameter differ; those of a dry run never do."""
+    """Tell whether two sums of one parameter differ; those of fake ones never do."""
     return now is not None and before is not None and not torch.equal(now, before)

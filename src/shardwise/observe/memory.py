@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
     def track(self, *roots: Any) -> None:
         """Count tensors that exist already: tensors, modules, optimizers, or containers of them."""
         for root in roots:
-            for tensor in _tensors_of(root):
+            for tensor in tensors_of(root):
                 self._add(tensor)
         self._sample()
 
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def _add(self, tensor: Tensor) -> None:
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             key = id(storage)
             if key not in self._storages and (self._counts_meta or storage.device.type != "meta"):
                 self._storages[key] = weakref.ref(storage, partial(self._forget, key))
@@ -102,13 +102,13 @@ class LiveBytes(TorchDispatchMode):
             self.peak_by_device[device] = max(self.peak_by_device.get(device, 0), size)
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The real storages behind a tensor: of its inner tensors for a wrapper, of its parts for a sparse one."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for inner in (getattr(tensor, name) for name in names):
             if isinstance(inner, Tensor):  # a DTensor also lists its mesh
-                yield from _storages(inner)
+                yield from storages_of(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
@@ -116,7 +116,7 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield part.untyped_storage()
 
 
-def _tensors_of(root: Any) -> Iterator[Tensor]:
+def tensors_of(root: Any) -> Iterator[Tensor]:
     """Tensors of a module (with gradients), of an optimizer (with its state), or of any nest of containers."""
     if isinstance(root, nn.Module):
         values = [*root.parameters(), *root.buffers()]

@@ -87,7 +87,7 @@ def parallelize(
         layout: where this rank stands.
         facts: the model's structure.
         device: where this rank computes; unset: the CPU or the current CUDA device.
-        allocation: surrounds what gives parameters and buffers their storage; a dry run's gives them none.
+        allocation: surrounds what gives parameters and buffers their storage; a traced job's gives them none.
 
     Raises:
         ConfigError: an argument is of another type.

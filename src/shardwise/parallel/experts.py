@@ -29,7 +29,7 @@ from shardwise.kernels.experts import SortedExperts, permute_rows, select_rows, 
 from shardwise.model.experts import ExpertCall
 from shardwise.parallel.layout import ExpertLevels
 
-FAKE = "fake"  # the backend of a dry run
+FAKE = "fake"  # the backend of a traced job
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class SharedExperts:
         return RowExchange(group, name, *sizes), received
 
     def _even_exchange(self, experts: Tensor) -> tuple[RowExchange, Tensor]:
-        """Return the exchange of a dry run, which knows no routes: each expert gets as many rows."""
+        """Return the exchange of a traced job, which knows no routes: each expert gets as many rows."""
         group, rows = self.levels.all, experts.numel()
         ranks = group.size()
         sizes = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]

@@ -212,6 +212,14 @@ class Layout:
             self._asked[asked] = self._groups[partition]
         return self._asked[asked]
 
+    def partition_of(self, group: ProcessGroup) -> tuple[tuple[int, ...], ...] | None:
+        """Return all ranks, group by group, as the partition that has `group` has them; None where none was asked."""
+        import torch.distributed as dist
+
+        if group is dist.group.WORLD:
+            return (tuple(range(self.world_size)),)
+        return next((partition for partition, known in self._groups.items() if known is group), None)
+
     @cached_property
     def experts(self) -> ExpertView:
         """This rank's place in the second view of the data ranks."""

@@ -223,7 +223,7 @@ class _PartStage(LazyStage):
         self._pipeline, self._part, self._writes = pipeline, part, pipeline.writes[part]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a dry run
+        self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a traced job
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self._writes is not None:
             self._writes.after_forward(fwd_chunk_id)

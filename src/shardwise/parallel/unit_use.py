@@ -199,7 +199,7 @@ class UnitUse(UnitHooks):
             self.units[index].free()
         self._kept.clear()
         if self._compared or not self.takes_part or not torch.is_grad_enabled() or dist.get_backend() == "fake":
-            return  # a dry run has no other ranks
+            return  # a traced job has no other ranks
         self._compared = True
         irregular = torch.tensor(self.irregular, device=self._device())
         with ORDER_OF_UNITS:

@@ -31,7 +31,7 @@ def _flushing_denormals(where: torch.device) -> Iterator[None]:
     if where.type != "cpu":
         yield
         return
-    flushed = sys.float_info.min * 0.5 == 0.0  # no tensor's number: a dry run's have none
+    flushed = sys.float_info.min * 0.5 == 0.0  # no tensor's number: fake ones have none
     torch.set_flush_denormal(True)
     try:
         yield

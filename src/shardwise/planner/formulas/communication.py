@@ -55,7 +55,8 @@ class RankGroup(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> RankGroup:
+def spaced_group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> RankGroup:
+    """Return the group of `ranks` ranks that lie `stride` apart."""
     # Groups that do not divide a node lie over the edges of some: those of the slowest group count.
     island = cluster.island
     whole = island if cluster.size == island else math.gcd(ranks * stride, island)
@@ -80,7 +81,7 @@ def _group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> RankGroup
 def rank_group(configuration: TrainingConfiguration, *axes: Axis) -> RankGroup:
     """Return the group of the ranks that differ along `axes`, which lie side by side in the placement."""
     stride = _stride(configuration, axes)
-    return _group(configuration.degree(*axes), stride, configuration.cluster, configuration.stack)
+    return spaced_group(configuration.degree(*axes), stride, configuration.cluster, configuration.stack)
 
 
 def _stride(configuration: TrainingConfiguration, axes: tuple[Axis, ...]) -> int:
@@ -110,7 +111,7 @@ class ExpertGroups(NamedTuple):
             near, data = 1, data * configuration.tensor
         copies = max(1, data // (expert * shards))
         sizes = ((expert, near), (shards, near * expert), (copies, near * expert * shards))
-        return cls(*(_group(*size, configuration.cluster, configuration.stack) for size in sizes))
+        return cls(*(spaced_group(*size, configuration.cluster, configuration.stack) for size in sizes))
 
 
 def exchange_seconds(size: float, over: RankGroup, copies: int = 1) -> float:

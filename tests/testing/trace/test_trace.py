@@ -1,26 +1,33 @@
-"""The dry run holds what the real run holds, on every axis, and says by name what it cannot trace."""
+"""The trace holds what the real run holds, on every axis; ranks that do not meet are found, each at its line."""
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
 from benchmarks.memory_cpu import measure
 from shardwise.commands.cli import main
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
+from shardwise.parallel.model import ParallelModel
 from shardwise.plan.plan import World
 from shardwise.planner.constants.inventory import presets
 from shardwise.planner.constants.presets import preset_config
-from shardwise.testing.dry_run import dry_run
 from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.trace.job import JobTrace, trace_job
+from shardwise.testing.trace.program import Call
+from shardwise.testing.trace.rank import RankTrace
 from shardwise.testing.world import WorldPool
 
 NEOX = {
@@ -75,15 +82,20 @@ def settings(sequences: int, **sections: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def traced(job: dict[str, Any], ranks: int, rank: int = 0, device: str = "cpu") -> Any:
+def traced_job(job: dict[str, Any], ranks: int, rank: int | None = None, device: str = "cpu") -> JobTrace:
     made = Job.model_validate(job)
     facts = discover(build_model(made), made)
-    return dry_run(made, World(ranks, device, min(8, ranks)), facts, rank)
+    return trace_job(made, World(ranks, device, min(8, ranks)), facts, rank, processes=1)
+
+
+def traced(job: dict[str, Any], ranks: int, rank: int = 0, device: str = "cpu") -> RankTrace:
+    return traced_job(job, ranks, rank, device).ranks[0]
 
 
 def check(axis: str) -> None:
     run = traced(settings(64, **AXES[axis]), 16)
     assert run.peak > 0 and run.operators > 500
+    assert sum(run.owners.values()) == run.peak
     assert abs(run.error) < 0.08, (axis, run.error)
     assert not dist.is_initialized()
 
@@ -133,6 +145,8 @@ def test_what_cannot_be_traced_is_refused_by_name() -> None:
     offloaded = settings(16, memory={"offload_parameters": True})
     with pytest.raises(ConfigError, match=r"memory\.offload_parameters=True"):
         traced(offloaded, 8, device="cuda")
+    with pytest.raises(ConfigError, match=r"optimizer\.name=Muon"):
+        traced(settings(16, optimizer={"name": "Muon"}), 8)
     with pytest.raises(ConfigError, match="--rank=8 is not among the 8 ranks"):
         traced(settings(16), 8, rank=8)
 
@@ -160,9 +174,93 @@ def test_code_that_asks_for_values_is_refused_with_its_line(model_type: str) -> 
 def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(settings(16)))
-    assert main(["plan", str(job), "--dry-run", "--cluster", "cpu:8", "--rank", "3", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["rank"] == 3 and said["coordinates"]["shard"] == 3
-    assert said["traced_peak_bytes"] > 0 and abs(said["error_percent"]) < 8
-    assert main(["plan", str(job), "--dry-run", "--cluster", "cpu:8"]) == 0
-    assert "traced peak" in capsys.readouterr().out
+    assert main(["plan", str(job), "--trace", "--cluster", "cpu:8", "--rank", "3", "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["rank"] == 3 and rank["coordinates"]["shard"] == 3
+    assert rank["traced_peak_bytes"] > 0 and abs(rank["error_percent"]) < 8
+    timeline = tmp_path / "step.json"  # four kinds, in processes of their own
+    stages = ["--parallel.pipeline_parallel_degree", "2", "--timeline", str(timeline)]
+    assert main(["plan", str(job), "--trace", "--cluster", "dgx-h100:1", *stages]) == 0
+    printed = capsys.readouterr().out
+    assert "4 of 8 ranks traced" in printed and "of all 8 ranks meet" in printed
+    assert "A step takes" in printed and "on the host is not the limit" in printed
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"host", "computation"}
+
+
+# ---- ranks that do not meet
+
+PAIRS = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
+
+
+def fault(monkeypatch: pytest.MonkeyPatch, name: str, plant: Callable[[ParallelModel], None]) -> None:
+    """Let `plant` run ahead of a method of every rank's model."""
+    method = getattr(ParallelModel, name)
+
+    def planted(self: ParallelModel, *args: Any) -> Any:
+        plant(self)
+        return method(self, *args)
+
+    monkeypatch.setattr(ParallelModel, name, planted)
+
+
+def on_first_stage_alone(model: ParallelModel) -> None:
+    if model.layout.index(Axis.PIPELINE) == 0:
+        dist.all_reduce(torch.empty(4))
+
+
+def in_opposite_order(model: ParallelModel) -> None:
+    axes = [Axis.TENSOR, Axis.PIPELINE]
+    is_first = (model.layout.index(Axis.TENSOR) + model.layout.index(Axis.PIPELINE)) % 2
+    for axis in axes[:: 1 if is_first else -1]:
+        dist.all_reduce(torch.empty(4), group=model.layout.group(axis))
+
+
+def without_a_receive(model: ParallelModel) -> None:
+    if model.layout.index(Axis.PIPELINE) == 0:
+        dist.isend(torch.empty(4), group_dst=1, group=model.layout.group(Axis.PIPELINE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (on_first_stage_alone, "test_trace.py:{line}"),
+        (in_opposite_order, "a circle of ranks"),
+        (without_a_receive, "waits for send over pipeline"),
+    ],
+)
+def test_a_planted_fault_is_found_at_its_line(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[ParallelModel], None], said: str
+) -> None:
+    fault(monkeypatch, "sum_shared_gradients", plant)
+    lines, first = inspect.getsourcelines(plant)
+    call = first + next(number for number, line in enumerate(lines) if "dist." in line)
+    with pytest.raises(ModelError) as error:
+        traced_job(settings(16, parallel=PAIRS), 8)
+    assert said.format(line=call) in str(error.value) and f"test_trace.py:{call}" in str(error.value)
+
+
+HEALTHY: list[dict[str, Any]] = [
+    {"parallel": PAIRS},
+    {"parallel": {**PAIRS, "sequence_parallel": True}, "memory": {"activation_checkpointing": "full"}},
+    {"parallel": {"pipeline_parallel_degree": 4, "pipeline": "simple"}},
+    {"parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}},
+    {"parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "pipeline": "zero_bubble"}},
+    {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "zbv"}},
+    {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}},
+    {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "ring"}},
+    {"parallel": {"context_parallel_degree": 2, "sharded_data_parallel_degree": 2}},
+    {"parallel": {"shard_optimizer_state": True}},
+    {"data": {"format": "preference", "path": "pairs.jsonl"}, "parallel": {"pipeline_parallel_degree": 4}},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", HEALTHY, ids=[str(sections) for sections in HEALTHY])
+def test_all_ranks_of_a_healthy_job_meet(sections: dict[str, Any]) -> None:
+    trace = traced_job(settings(64, **sections), 8)
+    assert trace.met and len(trace.ranks) > 1
+    issued = [len([entry for entry in rank.program if isinstance(entry, Call)]) for rank in trace.ranks]
+    assert trace.met >= sum(issued)

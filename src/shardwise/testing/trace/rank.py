@@ -1,0 +1,220 @@
+"""One rank of a job of any size, traced on this machine without allocating or computing anything.
+
+The rank runs its real code - parallelize, a training step, the optimizer - on fake tensors (shapes only) and in a fake
+process group, whose collectives return at once. Its optimizer's state is made ahead, so that the step is any one.
+
+The trace has one device, a CPU: nothing tells a host from a device. Attention is the accelerator's kernel where it is
+flash attention (`fused_attention.py`), and else the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from transformers import masking_utils
+
+from shardwise._torch_compat.groups import fake_store
+from shardwise._torch_compat.tracing import FakeTensorMode
+from shardwise.data.batch import Batch
+from shardwise.errors import MachineError
+from shardwise.job.axes import Axis
+from shardwise.model.build import build_model
+from shardwise.model.facts import ModelFacts
+from shardwise.parallel.apply import parallelize
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.objective import Objective
+from shardwise.plan.plan import Plan
+from shardwise.planner.formulas.memory import estimate
+from shardwise.planner.formulas.memory_estimate import MemoryEstimate
+from shardwise.testing.trace.fused_attention import attention_as_on_gpu
+from shardwise.testing.trace.program import Entry, Partition
+from shardwise.testing.trace.recorder import RankRecorder
+from shardwise.testing.trace.refusals import values_refused
+from shardwise.testing.trace.storages import STATE, WEIGHTS, Storages
+from shardwise.training import step as training_step
+from shardwise.training.objectives.choose import make_objective
+from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.reference import frozen_copy, needs_copy
+
+FAKE = "fake"
+WHOLE = 1 << 62
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's memory and program in a step.
+
+    Attributes:
+        rank: that was traced.
+        coordinates: of the rank, by axis.
+        peak: bytes.
+        owners: whose they are.
+        closed_form: of what was traced, on that rank's pipeline rank.
+        operators: how many were dispatched.
+        program: what it does, in order.
+        partitions: that the program's calls name.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    peak: int
+    owners: dict[str, int]
+    closed_form: MemoryEstimate
+    operators: int
+    program: tuple[Entry, ...]
+    partitions: tuple[Partition, ...]
+
+    @property
+    def error(self) -> float:
+        """The closed form against the trace, as a share of the trace."""
+        return self.closed_form.total / self.peak - 1
+
+
+def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
+    """Trace rank `rank` of `plan`.
+
+    Raises:
+        ConfigError: the trace cannot follow the job; the message says what and where.
+        MachineError: this process is in a process group already.
+    """
+    traced = _traceable(plan)
+    layout = Layout.from_plan(traced, rank)
+    storages = Storages()
+    on_accelerator = plan.world.device_type != "cpu"
+    with _alone(rank, plan.world.size), _as_on_accelerator(on_accelerator):
+        recorder = _trace(traced, layout, facts, storages)
+    counted = replace(plan, accumulation=traced.accumulation)
+    return RankTrace(
+        rank,
+        {str(axis): index for axis, index in layout.coordinates().items()},
+        storages.peak,
+        storages.owners(),
+        estimate(counted, facts, pipeline=layout.index(Axis.PIPELINE), imbalance=1.0),  # its rows are even
+        recorder.operators,
+        recorder.program(),
+        tuple(recorder.partitions),
+    )
+
+
+def traced_microbatches(plan: Plan) -> int:
+    """Return how many of a step's microbatches are traced: one more than are under way at once, which hold no more.
+
+    Schedules of several stages a rank go round by twice as many as there are ranks.
+    """
+    ranks = plan.degrees[Axis.PIPELINE]
+    return min(plan.accumulation, 2 * ranks if len(plan.stages) > ranks else ranks + 1)
+
+
+def _traceable(plan: Plan) -> Plan:
+    """The same work where the trace can follow it."""
+    world = replace(plan.world, device_type="cpu", accelerator="")
+    model = plan.job.model.model_copy(update={"compile": False})
+    job = plan.job.model_copy(update={"model": model})
+    return replace(plan, job=job, world=world, backend=FAKE, accumulation=traced_microbatches(plan))
+
+
+@contextmanager
+def _alone(rank: int, size: int) -> Iterator[None]:
+    """A world in which this process is the only one."""
+    if dist.is_initialized():
+        raise MachineError("a trace makes a process group of its own, and this process is in one; run it elsewhere")
+    dist.init_process_group(FAKE, rank=rank, world_size=size, store=fake_store())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _as_on_accelerator(on_accelerator: bool) -> Iterator[None]:
+    """Run inside what an accelerator runs, as far as it depends on the kind of device that tensors say they are on."""
+    with ExitStack() as stack:
+        stack.enter_context(attention_as_on_gpu(on_accelerator))
+        stack.enter_context(mock.patch.object(training_step, "NORM_CHUNK", WHOLE))  # a CPU's norm is in thousands
+        yield
+
+
+def _trace(plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages) -> RankRecorder:
+    device = torch.device("cpu")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
+    if needs_copy(plan):
+        model.reference = frozen_copy(model, lambda: fake)
+    modules = [part.module for built in (model, model.reference) if built is not None for part in built.parts]
+    named = {name: module for whole in modules for name, module in whole.named_modules()}
+    with fake:
+        optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
+        recorder = RankRecorder(layout, named, storages)
+        storages.own(WEIGHTS, *modules)
+        with values_refused(), recorder.recording(), _one_document(plan, recorder):
+            _make_state(model, objective, optimizer, recorder)
+            storages.own(STATE, optimizer.inner)
+            recorder.begin()
+            _step(model, objective, optimizer, recorder)
+    return recorder
+
+
+@contextmanager
+def _one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
+    """Answer transformers, which asks whether positions start anew inside a sequence, as they do in isolated documents.
+
+    It reads that from a value, of other tensors than fake ones.
+    """
+    if plan.job.isolates_documents:
+        yield
+        return
+
+    def never(positions: torch.Tensor) -> None:
+        recorder.note_read("transformers/masking_utils.py:find_packed_sequence_indices")
+
+    with mock.patch.object(masking_utils, "find_packed_sequence_indices", never):
+        yield
+
+
+def _make_state(
+    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder
+) -> None:
+    """Let the optimizer make its state, as the first step does; what is in host memory needs a whole step."""
+    if optimizer.host is not None:
+        _step(model, objective, optimizer, recorder)
+        return
+    for entry in optimizer.entries:
+        if entry.parameter.requires_grad:
+            entry.parameter.grad = torch.empty_like(entry.parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder) -> None:
+    """Run `train_step` with numbers that are nobody's."""
+    batches = [_batch(model.plan) for _ in range(model.plan.accumulation)]
+    with recorder.answering(0):
+        training_step.exchange_control(model, training_step.ControlMessage(0, 0, 0, 0, 0))
+    model.scale_router_losses(1.0)
+    optimizer.begin(1.0)
+    totals = model.run(objective, batches, 0, torch.empty((), dtype=model.accumulation_dtype))
+    recorder.own_gradients(entry.parameter.grad for entry in optimizer.entries)
+    with recorder.answering(0):
+        training_step.reduce_loss_and_norm(model, optimizer, totals, 1.0, objective.measured())
+    with recorder.update():
+        if model.plan.job.optimizer.clip_norm is not None:
+            optimizer.scale_gradients(0.5)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def _batch(plan: Plan) -> Batch:
+    rows, length = plan.microbatch, plan.sequence_length
+    tokens = torch.empty(rows, length, dtype=torch.int64)
+    isolated = plan.job.isolates_documents
+    inputs = {"input_ids": tokens} | ({"position_ids": torch.empty_like(tokens)} if isolated else {})
+    documents = torch.empty_like(tokens) if isolated else None
+    completions = torch.empty_like(tokens) if plan.job.reads_pairs else None
+    counters = torch.empty(rows, dtype=torch.int64)
+    return Batch(inputs, torch.empty_like(tokens), counters, documents, completions=completions)

@@ -1,0 +1,326 @@
+"""Sees every operator of a traced rank, and makes its program and its memory of them.
+
+Collectives are operators too: torch.distributed brings them to torch's dispatcher, where they are noted with the line
+of code that issued them. What they return is waited for, which is noted as well.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise._torch_compat.groups import COLLECTIVE_NAMESPACES, FinishedWork, group_of_operator
+from shardwise._torch_compat.operators import device_of, grouped_product, new_empty, read_scalar
+from shardwise._torch_compat.tracing import (
+    DataDependentOutputException,
+    FakeTensor,
+    TorchDispatchMode,
+    runs_backward,
+    tree_leaves,
+)
+from shardwise.collectives.names import CollectiveName, current_name, group_name
+from shardwise.errors import ConfigError
+from shardwise.job.objects import is_users_file
+from shardwise.observe.memory import storages_of
+from shardwise.parallel.layout import Layout
+from shardwise.testing.trace.program import POINT_TO_POINT, RECEIVE, SEND, Call, Entry, Operators, Partition, Read, Wait
+from shardwise.testing.trace.storages import GRADIENTS, SHARDING, Storages
+from shardwise.testing.trace.work import grouped_shape, work_of
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+PACKAGE = str(Path(__file__).parents[2]) + os.sep
+OWN = (str(Path(__file__).parent), f"{PACKAGE}_torch_compat", f"{PACKAGE}collectives{os.sep}names.py")
+COLLECTIVES = f"{PACKAGE}collectives"
+WRAPPERS = ("__torch_function__", "__torch_dispatch__", "_fn", "resized")
+# Operation -> the same in the words of `CollectiveName`.
+OPERATIONS = {
+    "_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter", "allreduce_": "all_reduce", "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all", "broadcast_": "broadcast", "recv_": RECEIVE, "send": SEND, "barrier": "barrier",
+    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}  # fmt: skip
+UPDATE = "update"
+OF_UNITS = ("shard", "replica")  # groups of the collectives of FSDP2's units, by name
+
+
+class RankRecorder(TorchDispatchMode):
+    """Notes what one rank does while it is active.
+
+    Args:
+        layout: where the rank stands; its groups are known.
+        modules: of the rank, whose names say which block issues a collective.
+
+    Attributes:
+        entries: what it does, in order, once `close` was called.
+        partitions: that its calls name.
+        operators: how many were dispatched.
+        answer: what a read of a value gets, since no value is known.
+        updating: the optimizer is at work.
+    """
+
+    def __init__(self, layout: Layout, modules: Mapping[str, nn.Module], storages: Storages) -> None:
+        super().__init__()
+        self.entries: list[Entry] = []
+        self.partitions: list[Partition] = []
+        self.operators, self.answer, self.updating, self.noting = 0, 1, False, False
+        self._layout, self._storages = layout, storages
+        self._names = {module: name for name, module in modules.items()}
+        self._calls = self._batches = 0
+        self._batch: int | None = None
+        self._moments: list[int] = []  # of the entries that are operators, in the log of storages
+        self._gathered: dict[int, int] = {}  # storage of a gathered unit -> the number of its call
+        self._works: list[FinishedWork] = []  # torch holds what Python has made of a work weakly
+        self._work: Counter[tuple[str | int, ...]] = Counter()
+        self._launches, self._phase = 0, "forward"
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Be active, and see what is no operator: batches of messages, lists of values, storages that change."""
+        with ExitStack() as stack:
+            stack.enter_context(self._storages.watching())
+            stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._listed(tensor)))
+            yield stack.enter_context(self)
+
+    @contextmanager
+    def answering(self, value: int) -> Iterator[None]:
+        """Answer reads of values by `value` inside."""
+        before, self.answer = self.answer, value
+        try:
+            yield
+        finally:
+            self.answer = before
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Say that the optimizer is at work inside."""
+        self.updating = True
+        try:
+            yield
+        finally:
+            self.updating = False
+
+    def own_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        """Say that these are gradients, sharded ones and whole ones, wherever they were made."""
+        self._storages.own(GRADIENTS, list(gradients), anew=True)
+
+    def begin(self) -> None:
+        """Forget what was done so far; what follows is noted."""
+        self.entries.clear()
+        self._gathered.clear()
+        self._work.clear()
+        self._launches, self._calls, self.noting = 0, 0, True
+        self._storages.begin()
+
+    def close(self) -> None:
+        """Note the last operators."""
+        if self._launches:
+            self.entries.append(Operators(self._phase, self._launches, dict(self._work)))
+            self._moments.append(self._storages.moment)
+            self._work.clear()
+            self._launches = 0
+
+    def program(self) -> tuple[Entry, ...]:
+        """Return what was done, operators with whose bytes are alive at their end."""
+        self.close()
+        memory = iter(self._storages.owners_at(self._moments))
+        return tuple(
+            entry._replace(memory=next(memory)) if isinstance(entry, Operators) else entry for entry in self.entries
+        )
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is device_of:
+            return getattr(args[0], "fake_device", None) or func(*args)
+        # A wrapper first turns the call into calls on the tensors inside it; those come back here one by one.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        self.operators += 1
+        in_backward = runs_backward()
+        self._storages.turn(in_backward)
+        if func is read_scalar:
+            return self._read(func)
+        if func is grouped_product:  # torch knows its shape for bf16 alone
+            output = new_empty(args[0], grouped_shape(*args, **(kwargs or {})))
+        else:
+            output = func(*args, **(kwargs or {}))
+        if func.is_view:  # type: ignore[attr-defined]
+            return output  # no memory and no kernel
+        self._storages.see(tree_leaves((args, kwargs, output)))
+        namespace = func.namespace  # type: ignore[attr-defined]
+        if namespace in COLLECTIVE_NAMESPACES:
+            return self._called(func, args, output)
+        if namespace == "fsdp":
+            self._storages.own(SHARDING, args, kwargs, output)
+            self._use(args)
+        if self.noting:
+            self._operator(func, args, output, UPDATE if self.updating else "backward" if in_backward else "forward")
+        return output
+
+    def _operator(self, func: Any, args: tuple[Any, ...], output: Any, phase: str) -> None:
+        work = work_of(func, args, output)
+        if work is None:
+            return
+        if phase != self._phase:
+            self.close()
+            self._phase = phase
+        kind, amount = work
+        self._work[kind] += amount
+        self._launches += 1
+
+    def _read(self, func: Any) -> int:
+        frame = _caller()
+        if is_users_file(frame.f_code.co_filename):
+            raise DataDependentOutputException(func)
+        self.note_read(place_of(frame))
+        return self.answer
+
+    def _listed(self, tensor: Tensor) -> Any:
+        frame = _caller()
+        if is_users_file(frame.f_code.co_filename):
+            raise DataDependentOutputException(read_scalar)
+        self.note_read(place_of(frame))
+        return _nested([*tensor.shape], self.answer)
+
+    def note_read(self, line: str) -> None:
+        """Note that the host waits for a value in this line."""
+        if self.noting:
+            self.close()
+            self.entries.append(Read(line))
+
+    # ---- collectives
+
+    def _batched(self, batch: Callable[..., Any]) -> Callable[..., Any]:
+        def together(operations: Any) -> Any:
+            self._batches += 1
+            self._batch = self._batches
+            try:
+                return batch(operations)
+            finally:
+                self._batch = None
+
+        return together
+
+    def _called(self, func: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """Note a collective; its work notes that it is waited for."""
+        group = group_of_operator(args)
+        if group is None:  # the wait of a functional collective, which is taken to wait where it is issued
+            return output
+        name = current_name()
+        call = self._call(func, args, group, name if isinstance(name, CollectiveName) else None)
+        if call.is_apart:
+            self._storages.own(SHARDING, args, output)
+        work = FinishedWork(lambda: None)
+        if self.noting and group.size() > 1:
+            self.close()
+            self.entries.append(call)
+            self._calls += 1
+            work = FinishedWork(lambda: self._waited(call))
+            if call.is_apart and isinstance(args[0], Tensor):  # what is gathered, or reduced and never copied out
+                self._gathered |= {id(storage): call.number for storage in storages_of(args[0])}
+        self._works.append(work)
+        if func.namespace != "c10d":
+            work.wait()
+            return output
+        return (*output[:-1], work.boxed()) if isinstance(output, tuple) else work.boxed()
+
+    def _use(self, args: tuple[Any, ...]) -> None:
+        """Note that FSDP2 copies out of what it has gathered."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        numbers = [] if first is None else [self._gathered.pop(id(storage), None) for storage in storages_of(first)]
+        for number in numbers:
+            if number is not None:
+                self.close()
+                self.entries.append(Wait(number, at_use=True))
+
+    def _waited(self, call: Call) -> None:
+        self.close()
+        self.entries.append(Wait(call.number))
+
+    def _call(self, func: Any, args: tuple[Any, ...], group: dist.ProcessGroup, name: CollectiveName | None) -> Call:
+        raw = func._opname
+        operation = OPERATIONS.get(raw, raw.rstrip("_"))
+        numbers = [value for value in args if type(value) is int]
+        is_message = operation in POINT_TO_POINT
+        peer = (numbers[0] - group.rank()) % group.size() if is_message else None
+        root = numbers[0] if operation == "broadcast" else None
+        block, line = self._origin()
+        return Call(
+            self._calls, operation, group_name(group), self._partition(group), _bytes(args),
+            "" if name is None else name.unit, block, line, peer, self._batch if is_message else None, root,
+            name is not None and name.group in OF_UNITS,
+        )  # fmt: skip
+
+    def _partition(self, group: dist.ProcessGroup) -> int:
+        partition = self._layout.partition_of(group)
+        if partition is None:
+            raise ConfigError(
+                f"--trace cannot follow a collective over ranks {dist.get_process_group_ranks(group)}, a group that "
+                f"no axis of the layout has ({place_of(_caller())}); leave it out of the step"
+            )
+        if partition not in self.partitions:
+            self.partitions.append(partition)
+        return self.partitions.index(partition)
+
+    def _origin(self) -> tuple[str, str]:
+        """Return (the module that runs, the lines of code that issue what is dispatched, the outer one first)."""
+        block, lines = "", [""]
+        for frame in _frames(sys._getframe(2)):
+            code = frame.f_code
+            if not block and code.co_name == "_call_impl":
+                block = self._names.get(frame.f_locals["self"], "")
+            if lines[0] == "" and not _is_ours(code.co_filename):
+                if not code.co_filename.startswith(COLLECTIVES):
+                    lines[0] = place_of(frame)
+                elif len(lines) == 1:
+                    lines.append(place_of(frame))
+        return block, " > ".join(line for line in lines if line)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(TORCH) or file.startswith(OWN) or file.endswith(("contextlib.py", "mock.py"))
+
+
+def _caller() -> FrameType:
+    """Return the frame that has called an operator: the first below that is neither torch's nor of a mode."""
+    for frame in _frames(sys._getframe(2)):
+        code = frame.f_code
+        if not (code.co_filename.startswith(TORCH) or code.co_filename == __file__ or code.co_name in WRAPPERS):
+            return frame
+    return sys._getframe(2)
+
+
+def place_of(frame: FrameType) -> str:
+    """Return the last two names of a frame's file, and its line."""
+    file = frame.f_code.co_filename
+    short = file.removeprefix(PACKAGE) if file.startswith(PACKAGE) else os.sep.join(file.split(os.sep)[-2:])
+    return f"{short}:{frame.f_lineno}"
+
+
+def _bytes(args: tuple[Any, ...]) -> int:
+    """Return the bytes of the whole tensor: the largest of what goes in and what comes out."""
+    sizes = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args]
+    return max(sizes, default=0)
+
+
+def _nested(shape: list[int], value: int) -> Any:
+    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value

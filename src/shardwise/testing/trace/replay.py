@@ -1,0 +1,157 @@
+"""The traced ranks replayed in time: a host, a stream of computation and one for each group, as torch has them on CUDA.
+
+One rank of each stage is replayed; those beside it do the same at the same time. A host launches ahead and waits where
+a value is read. A collective begins when computation has come to it and its stream is free. What FSDP2 gathers begins
+when the unit before is in use, and is waited for where it is used; what it reduces is waited for at the end of the last
+backward, and by the next reduction. Two things at once do not slow each other down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.testing.trace.agreement import Program, RankState, RankWorld, Stream, Turn
+from shardwise.testing.trace.program import Call, Entry, Operators, Read, Wait
+from shardwise.testing.trace.recorder import UPDATE
+from shardwise.testing.trace.roofline import Roofline
+
+COMPUTATION, HOST = "computation", "host"
+
+
+class TimelineSlice(NamedTuple):
+    """One thing that a stream of a rank did, in seconds from the start."""
+
+    rank: int
+    stream: str
+    name: str
+    start: float
+    seconds: float
+    entry: Operators | Call | None = None
+
+
+@dataclass
+class Clock:
+    """The times of a rank's host and streams, and what its step has taken.
+
+    Attributes:
+        host, computation: seconds.
+        used: when the last gathered unit was taken into use.
+        reduced: when the last reduction of a unit is done.
+        streams: seconds of each group's, FSDP2's gathering and reduction apart.
+        busy: seconds of operators.
+        launching: seconds of the host's launches.
+        messages: seconds that computation has waited for messages.
+        collectives: seconds that it has waited for collectives.
+        updating: seconds of the optimizer.
+    """
+
+    host: float = 0.0
+    computation: float = 0.0
+    used: float = 0.0
+    reduced: float = 0.0
+    streams: dict[tuple[Stream, str], float] = field(default_factory=dict)
+    busy: float = 0.0
+    launching: float = 0.0
+    messages: float = 0.0
+    collectives: float = 0.0
+    updating: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Seconds of the rank's microbatches, without what it has waited for other stages and without the update."""
+        return max(self.host, self.computation) - self.messages - self.updating
+
+
+class Replay(RankWorld):
+    """Ranks of all stages in time.
+
+    Attributes:
+        clocks: by rank.
+        slices: of all, in the order in which they were found.
+    """
+
+    def __init__(self, ranks: Mapping[int, Program], roofline: Roofline) -> None:
+        super().__init__(ranks)
+        self.clocks = {rank: Clock() for rank in ranks}
+        self.slices: list[TimelineSlice] = []
+        self._roofline = roofline
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the traced step: of the slowest rank."""
+        return max(max(clock.host, clock.computation, clock.reduced) for clock in self.clocks.values())
+
+    def members(self, turn: Turn) -> Sequence[int]:
+        return [member for member in self.group(turn) if member in self.ranks]
+
+    def goes_on(self, rank: RankState, entry: Entry) -> bool:
+        clock = self.clocks[rank.number]
+        if isinstance(entry, Operators):
+            self._operate(rank.number, clock, entry)
+        elif isinstance(entry, Read):
+            waited = max(0.0, clock.computation - clock.host)
+            self.slices.append(TimelineSlice(rank.number, HOST, f"waits in {entry.line}", clock.host, waited))
+            clock.host += waited
+        elif not super().goes_on(rank, entry):
+            return False
+        elif isinstance(entry, Wait):
+            self._wait(clock, rank.turns[entry.number], entry)
+        return True
+
+    def _operate(self, rank: int, clock: Clock, operators: Operators) -> None:
+        if operators.phase == UPDATE:
+            clock.computation = max(clock.computation, clock.reduced)
+        device, host = self._roofline.device_seconds(operators), self._roofline.host_seconds(operators)
+        start = max(clock.computation, clock.host)
+        clock.host += host
+        clock.computation = max(start + device, clock.host)
+        clock.busy += device
+        clock.launching += host
+        seconds = clock.computation - start
+        clock.updating += seconds if operators.phase == UPDATE else 0.0
+        self.slices.append(TimelineSlice(rank, COMPUTATION, operators.phase, start, seconds, operators))
+
+    def _wait(self, clock: Clock, turn: Turn, entry: Wait) -> None:
+        call = turn.calls[0]
+        if call.is_apart and not entry.at_use:
+            return
+        waited = max(0.0, turn.done - max(clock.computation, clock.host))
+        clock.computation = max(clock.computation, turn.done)
+        if entry.at_use:
+            clock.used = clock.computation
+        if call.is_message:
+            clock.messages += waited
+        else:
+            clock.collectives += waited
+
+    def issued(self, rank: RankState, turn: Turn) -> None:
+        clock, call = self.clocks[rank.number], turn.calls[0]
+        if call.is_apart and call.operation == "all_gather":
+            turn.ready = max(clock.host, clock.used)
+            return
+        of_all = not call.is_message and len(rank.program.partitions[call.partition]) == 1
+        if call.is_apart or of_all:
+            clock.computation = max(clock.computation, clock.reduced)
+        turn.ready = max(clock.host, clock.computation)
+
+    def met(self, turns: Sequence[Turn], calls: Sequence[Call]) -> None:
+        super().met(turns, calls)
+        seconds = self._roofline.call_seconds(calls[0], self.group(turns[0]))
+        keys = [(turn.stream, _part_of_stream(call)) for turn, call in zip(turns, calls, strict=True)]
+        clocks = [self.clocks[turn.rank] for turn in turns]
+        free = (max(turn.ready, clock.streams.get(key, 0.0)) for turn, clock, key in zip(turns, clocks, keys))
+        start = max(free)
+        for turn, call, clock, key in zip(turns, calls, clocks, keys, strict=True):
+            clock.streams[key] = start + seconds
+            turn.done = max(turn.done, start + seconds)
+            if call.is_apart and call.operation != "all_gather":
+                clock.reduced = max(clock.reduced, turn.done)
+            stream = f"{call.group}: {key[1]}" if key[1] else call.group
+            self.slices.append(TimelineSlice(turn.rank, stream, str(call), start, seconds, call))
+
+
+def _part_of_stream(call: Call) -> str:
+    """Return the operation that has a stream of its own: FSDP2's, and what goes and comes between two ranks."""
+    return call.operation if call.is_apart or call.is_message else ""

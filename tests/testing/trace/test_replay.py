@@ -1,0 +1,109 @@
+"""A replayed program takes the seconds that its streams take side by side, and is written for Perfetto."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from shardwise.job.axes import Axis
+from shardwise.parallel.layout import Layout
+from shardwise.planner.constants.inventory import cluster
+from shardwise.planner.formulas.compute import matmul_seconds
+from shardwise.testing.trace.agreement import Program
+from shardwise.testing.trace.kinds import ranks_of_kinds
+from shardwise.testing.trace.program import RECEIVE, SEND, Call, Entry, Operators, Read, Wait
+from shardwise.testing.trace.replay import COMPUTATION, Replay
+from shardwise.testing.trace.roofline import Roofline
+
+PARTITIONS = (((0, 1),), ((0,), (1,)), ((0, 2), (1, 3)))  # stages; none; shards, of which one is replayed
+LAUNCH, COLLECTIVE = 0.5, 3.0
+
+
+class Seconds(Roofline):
+    """Operators take the seconds that stand in their work, collectives three, launches half a second."""
+
+    def __init__(self) -> None:
+        pass
+
+    def device_seconds(self, operators: Operators) -> float:
+        return sum(operators.work.values())
+
+    def host_seconds(self, operators: Operators) -> float:
+        return LAUNCH * operators.launches
+
+    def call_seconds(self, call: Call, members: Sequence[int]) -> float:
+        return COLLECTIVE
+
+
+def compute(seconds: int, phase: str = "forward") -> Operators:
+    return Operators(phase, 1, {("bytes",): seconds})
+
+
+def call(number: int, operation: str, partition: int, **more: Any) -> Call:
+    return Call(number, operation, "group", partition, 8, "", "", "line", **more)
+
+
+def replay(*programs: list[Entry]) -> Replay:
+    world = Replay({rank: Program(entries, PARTITIONS) for rank, entries in enumerate(programs)}, Seconds())
+    world.run()
+    return world
+
+
+def test_a_collective_is_beside_what_does_not_wait_for_it() -> None:
+    blocking: list[Entry] = [compute(2), call(0, "all_reduce", 2), Wait(0), compute(4)]
+    ahead: list[Entry] = [compute(2), call(0, "all_reduce", 2), compute(4), Wait(0)]
+    assert replay(blocking).seconds == 2 + 3 + 4
+    assert replay(ahead).seconds == 2 + 4
+    assert replay(blocking).clocks[0].collectives == 3 and replay(ahead).clocks[0].collectives == 0
+
+
+def test_a_gathered_unit_is_waited_for_where_it_is_used() -> None:
+    def gather(number: int) -> list[Entry]:
+        return [call(number, "all_gather", 2, is_apart=True), Wait(number)]
+
+    entries = [*gather(0), Wait(0, at_use=True), *gather(1), compute(5), Wait(1, at_use=True), compute(5)]
+    assert replay(entries).seconds == 3 + 5 + 5  # the second is gathered beside the first's computation
+    reduced: list[Entry] = [compute(1), call(0, "reduce_scatter", 2, is_apart=True), Wait(0), compute(1, "update")]
+    assert replay(reduced).seconds == 1 + 3 + 1
+
+
+def test_stages_wait_for_messages() -> None:
+    first: list[Entry] = [compute(2), call(0, SEND, 0, peer=1, batch=1), compute(1), Wait(0)]
+    second: list[Entry] = [call(0, RECEIVE, 0, peer=1, batch=1), Wait(0), compute(2)]
+    world = replay(first, second)
+    assert world.seconds == 2 + 3 + 2
+    assert world.clocks[1].messages == 5 and world.clocks[1].own == 2
+
+
+def test_a_slow_host_is_the_limit_and_a_read_makes_it_wait() -> None:
+    slow: list[Entry] = [Operators("forward", 20, {("bytes",): 1})]
+    assert replay(slow).seconds == 20 * LAUNCH
+    entries: list[Entry] = [compute(4), Read("step.py:1"), compute(4)]
+    world = replay(entries)
+    assert world.seconds == 8
+    assert [piece.start for piece in world.slices if piece.stream == COMPUTATION] == [0, 4]
+    assert world.clocks[0].host == 4 + LAUNCH
+
+
+def test_products_take_what_the_planner_says_and_the_rest_its_bytes() -> None:
+    roofline = Roofline.of(cluster("dgx-h100:1"), "bf16")
+    product = Operators("forward", 2, {("product", 512, 1024, 2048): 2})
+    assert roofline.device_seconds(product) == 2 * matmul_seconds(512, 1024, 2048, roofline.rates)
+    assert roofline.device_seconds(Operators("forward", 1, {("bytes",): 10**9})) == 10**9 / roofline.rates.bandwidth
+    near, far = (call(0, "all_reduce", 0)._replace(bytes=2**28) for _ in range(2))
+    assert roofline.call_seconds(near, range(4)) > 0 == roofline.call_seconds(far, [0])
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks"),
+    [
+        ({Axis.TENSOR: 1}, [0]),
+        ({Axis.TENSOR: 2}, [0, 1]),
+        ({Axis.TENSOR: 4, Axis.SHARD: 2}, [0, 1, 3, 4]),
+        ({Axis.TENSOR: 2, Axis.PIPELINE: 2, Axis.REPLICA: 2}, [0, 1, 2, 3, 4, 6]),
+    ],
+)
+def test_one_rank_of_every_kind_is_traced(degrees: dict[Axis, int], ranks: list[int]) -> None:
+    assert sorted(ranks_of_kinds(Layout(degrees)).values()) == ranks
