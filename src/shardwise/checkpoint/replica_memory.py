@@ -90,19 +90,20 @@ def _copy(copies: Sequence[MemoryPlace], step: int, source: int, targets: set[in
 def _copy_file(path: str | None, source: int, device: torch.device) -> None:
     """Copy a file of rank `source` to the others that name one; the world hears it. Collective."""
     is_source = dist.get_rank() == source
+    is_target = path is not None and not is_source
     bytes_of_file = torch.tensor(os.path.getsize(path) if path and is_source else 0, device=device)
     with COPY:
         dist.broadcast(bytes_of_file, source)
-    size = int(bytes_of_file)
-    with open(path or os.devnull, "rb" if is_source or path is None else "r+b") as file:
+    size, here = int(bytes_of_file), path or os.devnull
+    with open(here if is_source else os.devnull, "rb") as read, open(here if is_target else os.devnull, "r+b") as write:
         for start in range(0, size, PIECE_BYTES):
             piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
             if is_source:
-                file.readinto(piece.numpy())
+                read.readinto(piece.numpy().data)
             piece = piece.to(device)
             with COPY:
                 dist.broadcast(piece, source)
-            if path and not is_source:
-                write_all(file, memoryview(piece.cpu().numpy()))
-        if path and not is_source:
-            file.truncate(size)
+            if is_target:
+                write_all(write, piece.cpu().numpy().data)
+        if is_target:
+            write.truncate(size)
