@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.host_memory import HostMemory, MemoryPlace, MemoryStore, StateKeeper
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
-from shardwise.checkpoint.replica_memory import shared_memory
+from shardwise.checkpoint.replica_memory import completed_memory
 from shardwise.checkpoint.stores import LocalStore
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.job.schema import Job
@@ -88,7 +88,7 @@ def keep_on_two_hosts(job: Job, hosts: Sequence[Places], path: Path) -> None:
 def restore_on_two_hosts(job: Job, hosts: Sequence[Places], step: int, path: Path) -> list[str]:
     """Go on from memory of which each rank's host has its own; what is said of it."""
     places = hosts[dist.get_rank()]
-    memory, notes = shared_memory(places, step, torch.device("cpu"))
+    memory, notes = completed_memory(places, step, torch.device("cpu"))
     if memory is not None:
         assert MemoryStore(places, step).is_whole and all(place.is_sound() for place in places[0] if place.step == step)
         notes += restore_and_save(job, places, step, path)

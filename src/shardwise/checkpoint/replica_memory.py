@@ -24,7 +24,7 @@ WHOLE = CollectiveName("copies of the state in memory", "world", "all_reduce")
 COPY = CollectiveName("copies of the state in memory", "world", "broadcast")
 
 
-def shared_memory(
+def completed_memory(
     places: Sequence[Sequence[MemoryPlace]], step: int, device: torch.device
 ) -> tuple[MemoryStore | None, list[str]]:
     """Return this host's memory of the state after a step, and what there is to say of it; None: no host has it whole.
@@ -94,8 +94,9 @@ def _copy_file(path: str | None, source: int, device: torch.device) -> None:
     bytes_of_file = torch.tensor(os.path.getsize(path) if path and is_source else 0, device=device)
     with COPY:
         dist.broadcast(bytes_of_file, source)
-    size, here = int(bytes_of_file), path or os.devnull
-    with open(here if is_source else os.devnull, "rb") as read, open(here if is_target else os.devnull, "r+b") as write:
+    size, nothing = int(bytes_of_file), os.devnull
+    read_path, written_path = (path or nothing if uses_it else nothing for uses_it in (is_source, is_target))
+    with open(read_path, "rb") as read, open(written_path, "r+b") as write:
         for start in range(0, size, PIECE_BYTES):
             piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
             if is_source:

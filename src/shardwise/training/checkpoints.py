@@ -13,7 +13,7 @@ from shardwise.checkpoint.catalog import checkpoint_name, complete
 from shardwise.checkpoint.host_memory import MemoryPlace, StateKeeper
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
-from shardwise.checkpoint.replica_memory import shared_memory
+from shardwise.checkpoint.replica_memory import completed_memory
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import checkpoint_store
 from shardwise.collectives.names import CollectiveName
@@ -103,7 +103,7 @@ class RunCheckpoints:
         """
         assembled, memory, notes = self.assembled, None, list[str]()
         if self.memory is not None and self.memory.step >= 0:
-            memory, notes = shared_memory(self.memory.places, self.memory.step, assembled.model.device)
+            memory, notes = completed_memory(self.memory.places, self.memory.step, assembled.model.device)
         restored = restore(
             assembled.model, assembled.optimizer, assembled.scaler, self.store, data_facts(assembled), notes.append,
             memory,

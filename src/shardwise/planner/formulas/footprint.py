@@ -87,12 +87,12 @@ def host_bytes(configuration: TrainingConfiguration) -> float:
         updated = configuration.host_updates * configuration.trained * elements
         states = 16 * elements if configuration.host_optimizer else 0.0
         states += (16 + 8 * configuration.updates_in_backward) * updated
-        states += COPIES * kept_bytes(configuration, blocks)
+        states += COPIES * state_copy_bytes(configuration, blocks)
         largest = max(largest, states + blocks * size * _in_flight(configuration, rank))
     return largest
 
 
-def kept_bytes(configuration: TrainingConfiguration, blocks: int) -> float:
+def state_copy_bytes(configuration: TrainingConfiguration, blocks: int) -> float:
     """Bytes of a copy of a rank's state in its host's memory: parameters in fp32, Adam's states of the trained."""
     if not configuration.kept_every:
         return 0.0

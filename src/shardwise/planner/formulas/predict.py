@@ -27,7 +27,7 @@ from shardwise.plan.draft import SPLIT_SCHEDULES
 from shardwise.planner.formulas.axis_traffic import StageWork, elements_of_rank, step_traffic
 from shardwise.planner.formulas.communication import overlapped_seconds
 from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head_work, optimizer_seconds
-from shardwise.planner.formulas.footprint import host_bytes, kept_bytes, stage_footprints
+from shardwise.planner.formulas.footprint import host_bytes, stage_footprints, state_copy_bytes
 from shardwise.planner.formulas.layer import BlockTime, block_time, host_bandwidth, message_waits
 from shardwise.planner.formulas.prediction import EIGHTY, Prediction, TrainingConfiguration
 
@@ -184,7 +184,7 @@ def _copies(configuration: TrainingConfiguration, blocks: int) -> float:
     """Return the seconds that copies of the state into the host's memory add to a step, in the mean."""
     if not configuration.kept_every:
         return 0.0
-    size = kept_bytes(configuration, blocks)
+    size = state_copy_bytes(configuration, blocks)
     on_device = configuration.cluster.accelerator.name != "CPU"
     there = size / host_bandwidth(configuration) if on_device else 0.0
     return (there + size / KEPT) / configuration.kept_every
