@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.checkpoint.host_memory import HostMemory, MemoryPlace, MemoryStore, StateKeeper
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
+from shardwise.checkpoint.replica_memory import completed_memory
 from shardwise.checkpoint.stores import LocalStore
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.job.schema import Job
@@ -24,7 +27,7 @@ MODEL = "llama, tied, fp16"
 Places = tuple[tuple[MemoryPlace, ...], ...]
 
 
-def keep_steps(job: Job, places: Places, path: Path) -> None:
+def keep_steps(job: Job, places: Sequence[Sequence[MemoryPlace]], path: Path) -> None:
     """Keep the state after each of three steps; the last but one is saved too."""
     run = set_up(job, torch.device("cpu"))
     keeper = StateKeeper(run.model, run.optimizer, data_facts(run), places[int(os.environ["LOCAL_RANK"])], 0)
@@ -75,6 +78,41 @@ def test_memory_holds_the_state_of_a_checkpoint(
         assert memory.steps() == (2,)
         paths = [place.content for copies in memory.places for place in copies]
     assert not any(Path(path).exists() for path in paths)
+
+
+def keep_on_two_hosts(job: Job, hosts: Sequence[Places], path: Path) -> None:
+    """Keep three steps, each rank on a host of its own."""
+    keep_steps(job, [hosts[rank][0] for rank in range(2)], path)
+
+
+def restore_on_two_hosts(job: Job, hosts: Sequence[Places], step: int, path: Path) -> list[str]:
+    """Go on from memory of which each rank's host has its own; what is said of it."""
+    places = hosts[dist.get_rank()]
+    memory, notes = completed_memory(places, step, torch.device("cpu"))
+    if memory is not None:
+        assert MemoryStore(places, step).is_whole and all(place.is_sound() for place in places[0] if place.step == step)
+        notes += restore_and_save(job, places, step, path)
+    return notes
+
+
+def test_a_host_takes_what_it_lacks_from_another(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    """One copy is damaged, then a host is new; where no host has one, it is said."""
+    job = a_job(corpora, MODEL, {"sharded_data_parallel_degree": 1})
+    with HostMemory(1) as damaged, HostMemory(1) as whole, HostMemory(1) as new:
+        world_pool.run(2, keep_on_two_hosts, job, (damaged.places, whole.places), tmp_path / "disk")
+        of_step = next(place for place in damaged.places[0] if place.step == 2)
+        content = Path(of_step.content)
+        content.write_bytes(content.read_bytes()[:-1] + b"?")
+        for first, said in ((damaged, "of rank 1 to that of rank 0"), (new, "of rank 1 to that of rank 0")):
+            assert (2 in first.steps()) == (first is damaged)
+            path, hosts = tmp_path / f"memory-{first is new}", (first.places, whole.places)
+            notes, _ = world_pool.run(2, restore_on_two_hosts, job, hosts, 2, path)
+            assert said in notes[0] and "passed over" not in " ".join(notes)
+            assert_same(tmp_path / "disk" / "step-00000002", path / "step-00000002")
+            assert first.steps() == ((2, 3) if first is damaged else (2,))
+        hosts = (new.places, new.places)
+        notes, _ = world_pool.run(2, restore_on_two_hosts, job, hosts, 7, tmp_path)
+        assert notes == ["no host has the state after step 7 whole in its memory"]
 
 
 def test_a_write_that_breaks_off_leaves_nothing_that_counts() -> None:

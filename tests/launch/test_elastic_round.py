@@ -153,15 +153,25 @@ def test_a_new_host_0_goes_on_where_the_others_have_come_to() -> None:
     hosts.say(1, round=4, outcome=FAILED, snapshots=(7, 8))
     hosts.say(2, round=4, outcome=FAILED, snapshots=(8, 9))
     first = hosts.pass_time(0.5)
-    assert first is not None and (first.number, first.goes_on, first.snapshot) == (5, True, -1)
+    assert first is not None and (first.number, first.goes_on, first.snapshot) == (5, True, 9)
 
 
-def test_memory_is_gone_on_from_where_all_have_the_same_step() -> None:
+def test_the_newest_step_in_memory_is_gone_on_from() -> None:
     hosts, _ = started()
     hosts.say(0, outcome=FAILED, snapshots=(7, 8))
     hosts.say(1, outcome=FAILED, snapshots=(8, 9))
     second = hosts.pass_time(PATIENCE + 0.5, silent=(2,))
-    assert second is not None and second.snapshot == 8
+    assert second is not None and second.snapshot == 9
+
+
+def test_memory_of_an_earlier_round_does_not_count() -> None:
+    """A host that was cut off may hold steps that the others have done again."""
+    hosts = Hosts()
+    hosts.come(0, 1, 2)
+    hosts.say(1, round=4, outcome=FAILED, snapshots=(7, 8))
+    hosts.say(2, round=3, outcome=FAILED, snapshots=(10, 11))
+    first = hosts.pass_time(0.5)
+    assert first is not None and first.snapshot == 8
 
 
 def test_hosts_that_are_done_are_left_alone() -> None:

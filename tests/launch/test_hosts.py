@@ -98,6 +98,23 @@ def test_hosts_may_come_and_go() -> None:
         read_host(TRAINJOB | {"PET_NNODES": "4:2"})
 
 
+def test_pods_of_an_elastic_pytorchjob_are_numbered_by_their_names() -> None:
+    """The operator sets a range and a meeting point, and neither RANK nor PET_NODE_RANK."""
+    variables = {
+        "PET_RDZV_ENDPOINT": "run-worker-0:23456", "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "1:3",
+        "PET_NPROC_PER_NODE": "1", "HOSTNAME": "run-worker-2",
+    }  # fmt: skip
+    host = HostEnvironment(2, 3, 1, "run-worker-0", 23_456, "the PET variables", least_hosts=1)
+    assert read_host(variables) == host
+    assert read_host(variables | {"HOSTNAME": "run-worker-2.team.svc"}) == host
+    labelled = read_host(variables | {"HOSTNAME": "node-7", "PET_NODE_RANK": "1"})
+    assert labelled is not None and (labelled.index, labelled.master_address) == (1, "run-worker-0")
+    with pytest.raises(MachineError, match="PET_NODE_RANK is not set"):
+        read_host(variables | {"HOSTNAME": "node-7"})
+    with_master = variables | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "run-master-0", "PET_NODE_RANK": "0"}
+    assert read_host(with_master) is not None and read_environment(with_master) is None
+
+
 def test_skypilot() -> None:
     host = read_host(SKYPILOT)
     assert host is not None

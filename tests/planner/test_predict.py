@@ -25,7 +25,8 @@ from shardwise.planner.formulas.communication import all_reduce_seconds, gather_
 from shardwise.planner.formulas.compute import block_work, matmul_seconds, rates, recomputed_work
 from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.footprint import footprint
-from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.layer import host_bandwidth
+from shardwise.planner.formulas.predict import KEPT, predict
 from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 from shardwise.planner.published.mapping import configuration
 from shardwise.planner.published.tables import read_table
@@ -279,6 +280,17 @@ def test_groups_that_lie_over_a_nodes_edge_are_between_nodes() -> None:
     assert alone.nodes == 1
     size = 1e8
     assert gather_seconds(size, over) > 3 * gather_seconds(size, inside)
+
+
+@pytest.mark.parametrize(("zero", "bytes_of_element"), [(3, 12), (1, 4 * 16 + 8), (0, 12 * 16)])
+def test_copies_of_the_state_take_time_and_room_of_the_host(zero: int, bytes_of_element: int) -> None:
+    plain, kept, seldom = (predict(made(zero=zero, kept_every=every)) for every in (0, 1, 10))
+    elements = made().model.parameters / 16
+    assert plain.host_bytes == plain.seconds["copies"] == 0.0
+    assert kept.host_bytes == seldom.host_bytes == pytest.approx(2 * bytes_of_element * elements, rel=0.05)
+    assert kept.seconds["copies"] == pytest.approx(10 * seldom.seconds["copies"])
+    link = host_bandwidth(made())
+    assert kept.seconds["copies"] == pytest.approx(kept.host_bytes / 2 * (1 / link + 1 / KEPT), rel=1e-6)
 
 
 def test_offloaded_parameters_take_time_and_room_of_the_host() -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -64,14 +64,39 @@ def container(directory: Path, name: str) -> Path:
     return directory / name / "ml"
 
 
-def run(hosts: NamedHosts) -> dict[str, tuple[int, str]]:
-    """Start every container's `shardwise train`; return exit code and output by host."""
+TRAIN = ["-m", "shardwise", "train"]
+
+
+def toolkits_torchrun(rank: int) -> tuple[list[str], dict[str, str]]:
+    """Return how the training toolkit's torchrun starts the rank of a host."""
+    where = ["--master_addr", "algo-1", "--master_port", "7777", "--node_rank", str(rank)]
+    return ["-m", "torch.distributed.run", "--nnodes", "4", "--nproc_per_node", "1", *where, *TRAIN], {}
+
+
+def mpirun(rank: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a rank, and what mpirun leaves in its environment."""
+    place = {"RANK": rank, "SIZE": 4, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+    return TRAIN, {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+
+
+STARTS: dict[str, Callable[[int], tuple[list[str], dict[str, str]]]] = {
+    "shardwise train": lambda rank: (TRAIN, {}),
+    "torchrun": toolkits_torchrun,
+    "mpirun": mpirun,
+}
+
+
+def run(hosts: NamedHosts, start: str = "shardwise train") -> dict[str, tuple[int, str]]:
+    """Start every container; return exit code and output by host."""
     directory, started = hosts.directory, {}
-    own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = f"{ROOT / 'src'}{os.pathsep}/opt/ml/input/data/job"
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for host, name in enumerate(NAMES):
         binds = {"/opt": directory / name, SHARED: directory / "shared"}
-        words = hosts.inside(host, [sys.executable, "-m", "shardwise", "train"], binds)
-        variables = os.environ | own | {"XDG_CACHE_HOME": str(directory / f"cache-{name}"), "TRAINING_JOB_NAME": "four"}
+        command, of_start = STARTS[start](sorted(NAMES).index(name))
+        words = hosts.inside(host, [sys.executable, *command], binds)
+        of_host = {"XDG_CACHE_HOME": str(directory / f"cache-{name}"), "TRAINING_JOB_NAME": "four"}
+        variables = os.environ | own | of_start | of_host
         started[name] = subprocess.Popen(
             words, env=variables, cwd=directory / name, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -93,3 +118,32 @@ def test_four_containers_train_and_leave_what_the_service_takes(hosts: NamedHost
     assert not any((container(tmp_path, name) / "output" / "failure").exists() for name in NAMES)
     records = (container(tmp_path, "algo-1") / "output" / "data" / "metrics.jsonl").read_text().splitlines()
     assert [record["step"] for record in map(json.loads, records) if "loss" in record] == [1, 2, 3, 4]
+
+
+FAILING = """
+import os
+
+import shardwise
+
+
+class Failing(shardwise.Callback):
+    def on_step_end(self, session, record):
+        if record["step"] == 2 and os.environ["SM_CURRENT_HOST"] == "algo-3":
+            raise RuntimeError("the disk of algo-3 is full")
+"""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_each_of_four_containers_says_why_one_has_failed(hosts: NamedHosts, tmp_path: Path, start: str) -> None:
+    """Whoever starts the ranks: the service shows the file of any container, and all of them name the rank."""
+    for name in NAMES:
+        job = container(tmp_path, name) / "input" / "data" / "job"
+        (job / "failing.py").write_text(FAILING)
+        (job / "job.yaml").write_text(JOB.replace("steps: 4", "steps: 40, callbacks: ['failing:Failing']"))
+    ended = run(hosts, start)
+    assert all(code != 0 for code, _ in ended.values()), ended
+    for name in NAMES:
+        failure = (container(tmp_path, name) / "output" / "failure").read_text()
+        assert "the disk of algo-3 is full" in failure and "failing.py" in failure, (name, failure)
+        assert name == "algo-3" or "rank 3" in failure, (name, failure)
+        assert not any((container(tmp_path, name) / "model").iterdir())

@@ -101,6 +101,8 @@ ENVIRONMENT_VARIABLES = {
     "TrainJob, PyTorchJob and JobSet give them to a pod; without LOCAL_RANK this process starts the ranks of its host. "
     "PET_NNODES=2:4: hosts may come and go, as long as there are two",
     "JOB_COMPLETION_INDEX": "Kubernetes' number of a pod, where PET_NODE_RANK is not set",
+    "PET_RDZV_ENDPOINT, HOSTNAME": "where pods of a PyTorchJob with elasticPolicy meet (`run-worker-0:23456`), and the "
+    "name that numbers one of them (`run-worker-2`), where nothing else does",
     "SM_HOSTS, SM_CURRENT_HOST, SM_MASTER_ADDR, SM_MASTER_PORT": "SageMaker's hosts, sorted as words; with several, "
     "each starts its ranks",
     "SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG": "hold the ranks of a host that an estimator or trainer asked for",

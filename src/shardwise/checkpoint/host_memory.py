@@ -3,6 +3,7 @@
 The launcher of a host holds files without a name (memfd), which end with it, however it ends. After a step each of its
 ranks writes there what it holds, in the form of a checkpoint's file, into one of two places in turn: whatever breaks
 off, the other is whole. The places of all ranks of a host are read as one checkpoint, whose every block is checked.
+A host that lacks a copy takes another host's: replica_memory.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from shardwise.checkpoint.catalog import checkpoint_name
 from shardwise.checkpoint.description import RunDescription
-from shardwise.checkpoint.manifest import FILE, SEAL_BYTES, Manifest, Progress, Scaler, parse, seal
+from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, SEAL_BYTES, Manifest, Progress, Scaler, parse, seal
 from shardwise.checkpoint.staging import Straight
 from shardwise.checkpoint.state import Optimizer, Scalars, snapshot
 from shardwise.checkpoint.storage_write import hashed, in_file_order, places_of, safetensors_header, write_all
@@ -65,6 +66,15 @@ class MemoryPlace:
     def step(self) -> int:
         """The step whose state is here."""
         return int(self.read_record().get("step", NONE))
+
+    def is_sound(self) -> bool:
+        """Return whether every block here is the one that was written."""
+        file, hashes, size = self.read_record().get("file", {}), list[str](), 0
+        block = memoryview(bytearray(BLOCK_BYTES))
+        with open(self.content, "rb") as content:
+            for run in hashed(iter(lambda: block[: content.readinto(block)], b""), hashes):
+                size += len(run)
+        return {"bytes": size, "hashes": hashes} == file
 
     def write(self, step: int, chunks: Sequence[TensorChunk], about: Mapping[str, Any]) -> None:
         """Write chunks in the order of the file; `about` goes into the record, which comes last."""

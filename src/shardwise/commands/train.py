@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -22,6 +22,7 @@ from shardwise.job.schema import Job
 from shardwise.job.sources import require_job
 from shardwise.kernels.precision import without_instructions
 from shardwise.launch.elastic_hosts import ENDED, PAUSED, ElasticHosts, failed_outcome, is_pause
+from shardwise.launch.elastic_round import ElasticRound
 from shardwise.launch.environment import RankEnvironment, detect, is_first_process
 from shardwise.launch.expected_world import engine_problem, expected_world, world_size
 from shardwise.launch.hosts import HostEnvironment, detect_host
@@ -111,34 +112,62 @@ def _train_on_elastic_hosts(job: Job, say: Say, callbacks: Sequence[Callback], h
     say(f"note: {host.least_hosts} to {host.hosts} hosts may take part; {note or 'the batch is the same on all.'}")
     _check_numbers_of_hosts(job, host)
     plan, _ = _made_ready(job, None, host, say)  # what takes long, before others wait for this host
-    signals = Forwarding()
     with ExitStack() as stack:
-        ranks = plan.world.local_size if job.checkpoint.memory_every else 0
-        memory = stack.enter_context(HostMemory(ranks))
+        memory = stack.enter_context(HostMemory(plan.world.local_size if job.checkpoint.memory_every else 0))
         hosts = stack.enter_context(ElasticHosts(host, job.parallel.max_restarts))
+        run = _ElasticRun(job, say, callbacks, hosts, memory, stack)
         while True:
-            current = hosts.next_round()
-            place = hosts.place_in(current)
-            of_round = going_on(job) if current.goes_on else job
-            if current.goes_on:
-                why = f"{current.reason}: " if current.reason else ""
-                say(f"note: {why}the run goes on with {place.hosts} of {host.hosts} hosts")
-            try:
-                if host.index == 0 and current.number == hosts.first_round:
-                    stack.enter_context(claim_output(of_round))
-                plan, backend = _made_ready(of_round, None, place, _silent)
-                result = _run_workers(
-                    of_round, plan, backend, _silent, callbacks, host=place, signals=signals,
-                    rendezvous=hosts.rendezvous(current), request_file=hosts.request_file,
-                    memory=HostMemoryState(memory.places, current.snapshot) if ranks else None,
-                )  # fmt: skip
-            except Exception as error:
-                hosts.report(failed_outcome(error), is_leaving=bool(signals.received), snapshots=memory.steps())
-                continue
-            if signals.received or not is_pause(result.stopped):
-                hosts.report(PAUSED if is_pause(result.stopped) else ENDED)
+            result = run.train_round(hosts.next_round())
+            if result is not None:
                 return result
-            hosts.report(PAUSED, snapshots=memory.steps())
+
+
+@dataclass
+class _ElasticRun:
+    """One host's part in a run whose hosts come and go.
+
+    Attributes:
+        stack: ended with the run; holds the claim on the output.
+        signals: that this host has got; the first ends its part.
+    """
+
+    job: Job
+    say: Say
+    callbacks: Sequence[Callback]
+    hosts: ElasticHosts
+    memory: HostMemory
+    stack: ExitStack
+    signals: Forwarding = field(default_factory=Forwarding)
+
+    def train_round(self, current: ElasticRound) -> TrainingResult | None:
+        """Train with the hosts of a round, and tell them how it has ended here; None where another round follows."""
+        hosts = self.hosts
+        try:
+            result = self._train(current, hosts.place_in(current))
+        except Exception as error:
+            hosts.report(failed_outcome(error), is_leaving=bool(self.signals.received), snapshots=self.memory.steps())
+            return None
+        if self.signals.received or not is_pause(result.stopped):
+            hosts.report(PAUSED if is_pause(result.stopped) else ENDED)
+            return result
+        hosts.report(PAUSED, snapshots=self.memory.steps())
+        return None
+
+    def _train(self, current: ElasticRound, place: HostEnvironment) -> TrainingResult:
+        """Train with the hosts of a round until one goes, comes or fails, or to the end."""
+        job, hosts = going_on(self.job) if current.goes_on else self.job, self.hosts
+        if current.goes_on:
+            why = f"{current.reason}: " if current.reason else ""
+            self.say(f"note: {why}the run goes on with {place.hosts} of {hosts.host.hosts} hosts")
+        if hosts.host.index == 0 and current.number == hosts.first_round:
+            self.stack.enter_context(claim_output(job))
+        plan, backend = _made_ready(job, None, place, _silent)
+        places = self.memory.places
+        return _run_workers(
+            job, plan, backend, _silent, self.callbacks, host=place, signals=self.signals,
+            rendezvous=hosts.rendezvous(current), request_file=hosts.request_file,
+            memory=HostMemoryState(places, current.snapshot) if places else None,
+        )  # fmt: skip
 
 
 def _check_numbers_of_hosts(job: Job, host: HostEnvironment) -> None:

@@ -24,6 +24,16 @@ class LaunchSection(Section):
         description="Nodes to start on, as `shardwise plan --cluster` takes them: `p5.48xlarge:4`, `h200:8`, `cpu:2` "
         "or a YAML file.",
     )
+    least_nodes: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Nodes with which the job goes on when others go away, for `pytorchjob`, `hyperpod` and `ssh`; "
+        "unset: all of `cluster` stay.",
+    )
+    most_nodes: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Nodes to which it may grow, with `least_nodes` on `pytorchjob` and `hyperpod`; unset: those of "
+        "`cluster`.",
+    )
     image: str | None = Field(
         default=None, description="Container image with shardwise in it; needed where nodes start containers."
     )

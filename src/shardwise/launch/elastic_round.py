@@ -67,7 +67,7 @@ class ElasticRound:
         port: of that store.
         goes_on: ranks have trained before.
         reason: why there is a new round.
-        snapshot: the step from whose state in memory it goes on; -1: from a checkpoint.
+        snapshot: the step from whose state in memory it goes on, which some host has; -1: from a checkpoint.
         interrupted: why the members end their ranks; empty: they run.
         joins: why the ranks stop after a step with a checkpoint; empty: they run.
         final: the error that ends the run.
@@ -211,14 +211,14 @@ class RoundKeeper:
         beats = {host: self._known[host][0] for host in hosts}
         before = max(beat.round for beat in beats.values())
         number = max(before, -1 if self.round is None else self.round.number) + 1
-        common = set.intersection(*(set(beat.snapshots) for beat in beats.values()))
+        kept = [step for beat in beats.values() if beat.round == before for step in beat.snapshots]
         self.round = ElasticRound(
             number=number,
             members={host: beat.token for host, beat in beats.items()},
             port=self.serve(),
             goes_on=number > 0,
             reason=self._reason,
-            snapshot=max(common, default=NO_SNAPSHOT),
+            snapshot=max(kept, default=NO_SNAPSHOT),
         )
         self._since, self._waits, self._reason = None, None, ""
 

@@ -2,13 +2,15 @@
 
 So do Kubeflow's TrainJob and PyTorchJob, a JobSet, SkyPilot, SageMaker's containers, and Slurm with one task a node.
 PyTorchJob sets RANK and WORLD_SIZE too, for a pod and not for a process: with several processes a pod, a process is a
-rank only where LOCAL_RANK stands beside them.
+rank only where LOCAL_RANK stands beside them. With an elasticPolicy it numbers no pod; their names do.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,13 +94,21 @@ def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:
     if "PET_NNODES" not in variables:
         return None
     least, hosts = _range_of_hosts(variables["PET_NNODES"])
-    if "RANK" in variables and variables.get("WORLD_SIZE") == str(hosts) and variables.get("PET_NPROC_PER_NODE") == "1":
+    stays = least == hosts
+    is_one_rank = variables.get("WORLD_SIZE") == str(hosts) and variables.get("PET_NPROC_PER_NODE") == "1"
+    if stays and "RANK" in variables and is_one_rank:
         return None  # a pod of a PyTorchJob that is one rank
     first = "0" if hosts == 1 else None
-    index = variables.get("PET_NODE_RANK") or variables.get("JOB_COMPLETION_INDEX") or first
-    address = variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR") or (LOOPBACK if hosts == 1 else None)
-    port = variables.get("PET_MASTER_PORT") or variables.get("MASTER_PORT") or str(TORCHRUN_PORT)
-    known = {**variables, **_given(PET_NODE_RANK=index, PET_MASTER_ADDR=address, PET_MASTER_PORT=port)}
+    meeting, _, meeting_port = variables.get("PET_RDZV_ENDPOINT", "").partition(":")
+    index = variables.get("PET_NODE_RANK") or variables.get("JOB_COMPLETION_INDEX") or _index_of_pod(variables, meeting)
+    address = variables.get("PET_MASTER_ADDR") or variables.get("MASTER_ADDR") or meeting
+    port = variables.get("PET_MASTER_PORT") or variables.get("MASTER_PORT") or meeting_port or str(TORCHRUN_PORT)
+    place = _given(
+        PET_NODE_RANK=index or first,
+        PET_MASTER_ADDR=address or (LOOPBACK if hosts == 1 else None),
+        PET_MASTER_PORT=port,
+    )
+    known = {**variables, **place}
     return HostEnvironment(
         index=whole_number_of(known, "PET_NODE_RANK"),
         hosts=hosts,
@@ -106,8 +116,16 @@ def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:
         master_address=text_of(known, "PET_MASTER_ADDR"),
         master_port=whole_number_of(known, "PET_MASTER_PORT"),
         launcher="the PET variables",
-        least_hosts=None if least == hosts else least,
+        least_hosts=None if stays else least,
     )
+
+
+def _index_of_pod(variables: Mapping[str, str], meeting: str) -> str | None:
+    """Return the number of a pod that only its name says: `run-worker-2`, where the meeting is at `run-worker-0`."""
+    first = re.fullmatch(r"(.+)-0", meeting.partition(".")[0])
+    name = variables.get("HOSTNAME") or socket.gethostname()
+    own = re.fullmatch(rf"{re.escape(first[1])}-(\d+)(\..*)?", name) if first else None
+    return own[1] if own else None
 
 
 def _range_of_hosts(text: str) -> tuple[int, int]:

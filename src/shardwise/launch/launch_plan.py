@@ -15,8 +15,10 @@ from shardwise.errors import ConfigError
 from shardwise.job.launch_section import LaunchSection
 from shardwise.job.schema import Job
 from shardwise.job.sources import validate
+from shardwise.plan.fixed_batch import with_fixed_batch
 from shardwise.planner.constants.inventory import cluster
 from shardwise.planner.formulas.prediction import Cluster
+from shardwise.planner.search.search import world_of
 
 PORT = 29500  # torch's and Kubeflow's own
 KEPT_FOR_THE_NODE = 0.1  # share of a node's processors and memory that its own services take
@@ -93,6 +95,21 @@ class LaunchPlan:
         return self.cluster.per_node
 
     @property
+    def least_nodes(self) -> int | None:
+        """Nodes with which the job goes on; None: all stay."""
+        return self.settings.least_nodes
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that it may have."""
+        return self.settings.most_nodes or self.nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """True where nodes come and go."""
+        return self.least_nodes is not None
+
+    @property
     def port(self) -> int:
         """Port at which the ranks meet."""
         return self.settings.port or PORT
@@ -105,11 +122,12 @@ def plan_launch(job: Job, where: Cluster, default_name: str) -> LaunchPlan:
         ConfigError: a name that is no host name, workers that are not the cluster's ranks, or a time that is none.
     """
     settings = job.launch
+    _check_numbers_of_nodes(settings, where)
     resources = _resources(settings, where)
     environment = {**_own_environment(where, settings), **settings.environment}
     limit = None if settings.time_limit is None else seconds_of(settings.time_limit)
     plan = LaunchPlan(
-        job=job_for_nodes(job, where),
+        job=job_for_nodes(_with_fixed_batch(job, where), where),
         settings=settings,
         name=_name(settings, default_name),
         cluster=where,
@@ -125,6 +143,23 @@ def plan_launch(job: Job, where: Cluster, default_name: str) -> LaunchPlan:
             f"{settings.stop_seconds}, in which the state is saved; use more than {settings.stop_seconds} s"
         )
     return plan
+
+
+def _check_numbers_of_nodes(settings: LaunchSection, where: Cluster) -> None:
+    """Refuse numbers of nodes between which those of the cluster are not."""
+    least, most = settings.least_nodes, settings.most_nodes
+    if least is None and most is not None:
+        raise ConfigError(f"launch.most_nodes={most} is read beside launch.least_nodes alone; give that too")
+    if least is not None and not least <= where.nodes <= (most or where.nodes):
+        raise ConfigError(
+            f"launch.least_nodes={least}, launch.most_nodes={most or where.nodes}: launch.cluster={settings.cluster} "
+            f"has {where.nodes} node(s), which must be between them"
+        )
+
+
+def _with_fixed_batch(job: Job, where: Cluster) -> Job:
+    """Return the job whose batch does not depend on how many nodes of an elastic launch there are."""
+    return job if job.launch.least_nodes is None else with_fixed_batch(job, world_of(where))[0]
 
 
 def given_cluster(job: Job, target: str) -> Cluster:
@@ -255,6 +290,9 @@ def _common_rows(plan: LaunchPlan, target: str) -> Iterator[DerivedValue]:
     yield DerivedValue("target", target, "--to")
     yield DerivedValue("name", plan.name, "launch.name" if settings.name else "the job's file")
     yield DerivedValue("nodes", str(plan.nodes), source)
+    if plan.is_elastic:
+        rule = "launch.least_nodes and launch.most_nodes; the batch stays"
+        yield DerivedValue("nodes that may be there", f"{plan.least_nodes} to {plan.most_nodes}", rule)
     unit = where.accelerator.name if resources.accelerators else "process(es) on its CPU"
     yield DerivedValue("ranks", str(where.size), f"{plan.nodes} x {plan.ranks_of_node} {unit}, a rank each")
     if settings.image is not None:

@@ -97,7 +97,9 @@ def plan_for_target(job: Job, target: str, default_name: str = "shardwise") -> L
     chosen.check(job)
     where = chosen.find_cluster(job)
     plan = chosen.finish(plan_launch(job, where, default_name))
-    notes = (*plan.notes, *check_layout(plan.job, where))
+    others = range(plan.least_nodes or plan.nodes, plan.most_nodes + 1)
+    sizes = [where, *(replace(where, nodes=count) for count in others if count != plan.nodes)]
+    notes = (*plan.notes, *check_layout(plan.job, sizes))
     return replace(plan, derived=derived_rows(plan, target, chosen.derive(plan)), notes=notes)
 
 

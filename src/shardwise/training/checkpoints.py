@@ -7,16 +7,21 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from shardwise.checkpoint.catalog import checkpoint_name, complete
-from shardwise.checkpoint.host_memory import MemoryPlace, MemoryStore, StateKeeper
+from shardwise.checkpoint.host_memory import MemoryPlace, StateKeeper
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.manifest import Progress
+from shardwise.checkpoint.replica_memory import completed_memory
 from shardwise.checkpoint.save import Checkpointer
 from shardwise.checkpoint.stores import checkpoint_store
+from shardwise.collectives.names import CollectiveName
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.job.schema import Job
 from shardwise.training.setup import AssembledJob
 
+ENDED = CollectiveName("the end of a step", "world", "barrier")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -96,10 +101,12 @@ class RunCheckpoints:
 
         The store is claimed once that has succeeded: a run that cannot begin takes it from no other.
         """
-        assembled, notes = self.assembled, list[str]()
+        assembled, memory, notes = self.assembled, None, list[str]()
+        if self.memory is not None and self.memory.step >= 0:
+            memory, notes = completed_memory(self.memory.places, self.memory.step, assembled.model.device)
         restored = restore(
             assembled.model, assembled.optimizer, assembled.scaler, self.store, data_facts(assembled), notes.append,
-            None if self.memory is None or self.memory.step < 0 else MemoryStore(self.memory.places, self.memory.step),
+            memory,
         )  # fmt: skip
         self.checkpointer = self._make() if self.settings.every else None
         if restored is None:
@@ -121,11 +128,13 @@ class RunCheckpoints:
         return f"{self.store.root}/{checkpoint_name(progress.step)}"
 
     def keep(self, progress: Progress) -> None:
-        """Keep the state after `progress.step` steps in the hosts' memory. Collective.
+        """Keep the state after `progress.step` steps in the hosts' memory, once all ranks have ended them. Collective.
 
         Raises:
             CheckpointError: there is no room for it.
         """
+        with ENDED:  # a run that goes on from here has rank 0's record of the step
+            dist.barrier()
         if self._keeper is None:
             assert self.memory is not None
             assembled, places = self.assembled, self.memory.places[int(os.environ["LOCAL_RANK"])]

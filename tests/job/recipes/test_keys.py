@@ -182,7 +182,21 @@ LLMFT: list[Case] = [
     (f"{PEFT}.target_modules", ["q"], {f"{PEFT}.exclude_modules": ["o"]}, Refusal("use all-linear")),
     (f"{PEFT}.exclude_modules", [], {}, NoEffect("it names none")),
     (f"{ARGS}.trainer_callbacks", [{"_target_": "mine.Own"}], {}, Refusal("mine.Own is no callback of a job")),
-    ("elastic_policy.is_elastic", True, {}, Refusal("choose trainer.num_nodes")),
+    (
+        "elastic_policy.is_elastic", True, {"elastic_policy.max_nodes": 4},
+        {"launch.least_nodes": 1, "launch.most_nodes": 4},
+    ),
+    ("elastic_policy.graceful_shutdown_timeout", 600, {}, NoEffect("is_elastic is off")),
+    (
+        "elastic_policy.graceful_shutdown_timeout", 600, {"elastic_policy.is_elastic": True},
+        {"launch.stop_seconds": 600},
+    ),
+    (
+        f"{ARGS}.learning_rate", 1.0,
+        {"elastic_policy.is_elastic": True, "scale_config.2.training_config.training_args.learning_rate": 2.0},
+        NoEffect("scale_config has it"),
+    ),
+    ("scale_config.*", 2, {"elastic_policy.is_elastic": True}, NoEffect("batch and microbatch stay")),
     ("elastic_policy.is_elastic", False, {}, NoEffect("it is off")),
     (f"{ARGS}.aux_loss_coef", 0, {}, NoEffect("routers have no loss")),
     (f"{ARGS}.aux_loss_coef", 0.1, {}, {"router.balancing_loss": "global", "router.balancing_coefficient": 0.1}),

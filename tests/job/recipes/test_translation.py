@@ -128,7 +128,6 @@ def test_adapters_leave_out_what_a_recipe_excludes() -> None:
         (DPO, f"{ARGS}.reference_free=true", f"{ARGS}.reference_free", "there is always a reference; use false"),
         (DPO, f"{ARGS}.nll_loss_coef=0.1", f"{ARGS}.nll_loss_coef", "use 0"),
         (DPO, f"{ARGS}.max_len=2048", PROMPT, "use training_args.max_len=4096"),
-        (SFT, "elastic_policy.is_elastic=true", "elastic_policy.is_elastic", "choose trainer.num_nodes"),
         (SFT, f"{ARGS}.trainer_callbacks=[{{_target_: my.Own}}]", f"{ARGS}.trainer_callbacks", "my.Own"),
     ],
 )
@@ -155,6 +154,11 @@ def test_what_a_job_cannot_hold_is_refused_by_name(name: str, override: str, key
         (SFT, f"{ARGS}.save_steps=100", {"checkpoint.every": 100, "checkpoint.keep_last": 3}),
         (SMP, "model.data.val_dir=[/rows]", {"evaluation.sets": {"validation": "/rows"}}),
         (SFT, "training_config.datasets.val_data.file_path=v.jsonl", {"evaluation.sets": {"validation": "v.jsonl"}}),
+        (
+            ADAPTED,
+            "elastic_policy.is_elastic=true",
+            {"launch.least_nodes": 1, "launch.most_nodes": 16, "optimizer.learning_rate": 0.0004},
+        ),
         (SFT, f"{ARGS}.l2=0.1", {"optimizer.weight_decay": 0.1}),
         (SFT, "training_config.datasets.train_data.limit=100", {"data.max_documents": 100}),
         (ADAPTED, "training_config.model_config.peft_config.use_dora=true", {"adapter.kind": "dora"}),

@@ -67,7 +67,8 @@ TRAIN_JOB_OF_2_1 = HEAD | {
 REPLICA = {"replicas": int, "restartPolicy": str, "template": TEMPLATE}
 PYTORCH_JOB = HEAD | {
     "spec": {
-        "nprocPerNode": str, "pytorchReplicaSpecs": {"Master": REPLICA, "Worker": REPLICA},
+        "nprocPerNode": str, "elasticPolicy": {"minReplicas": int, "maxReplicas": int, "rdzvBackend": str},
+        "pytorchReplicaSpecs": {"Master": REPLICA, "Worker": REPLICA},
         "runPolicy": {
             "cleanPodPolicy": str, "ttlSecondsAfterFinished": int, "activeDeadlineSeconds": int, "backoffLimit": int,
             "suspend": bool,
@@ -95,7 +96,12 @@ LOG_RULE = {
 }  # fmt: skip
 HYPERPOD = HEAD | {
     "spec": {
-        "nprocPerNode": str, "replicaSpecs": [{"name": str, "replicas": int, "template": TEMPLATE}],
+        "nprocPerNode": str,
+        "replicaSpecs": [{"name": str, "replicas": int, "maxReplicas": int, "template": TEMPLATE}],
+        "elasticPolicy": {
+            "minReplicas": int, "maxReplicas": int, "replicaIncrementStep": int,
+            "gracefulShutdownTimeoutInSeconds": int,
+        },
         "runPolicy": {
             "cleanPodPolicy": str, "jobMaxRetryCount": int, "activeDeadlineSeconds": int, "suspend": bool,
             "restartPolicy": {"maxFullJobRestarts": int}, "logMonitoringConfiguration": [LOG_RULE],

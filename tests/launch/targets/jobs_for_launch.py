@@ -78,6 +78,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "trainjob-2.1": ("trainjob", {"trainer_version": "2.1", "time_limit": None}),
     "slurm-container": ("slurm", {"image": IMAGE, "mounts": {"/data": "/shared/data"}, "port": 29501}),
     "skypilot-instances": ("skypilot", {"cluster": "p4d.24xlarge:2", "region": None, "spot": False}),
+    "pytorchjob-elastic": ("pytorchjob", {"least_nodes": 2, "most_nodes": 6}),
+    "hyperpod-elastic": ("hyperpod", {"least_nodes": 2, "most_nodes": 6, "stop_seconds": 600}),
     "jobset-cpu": ("jobset", {"cluster": "m5.4xlarge:2", "queue": None, "priority": None, "required_topology": None}),
 }
 CASES = {**{target: (target, {}) for target in SETTINGS}, **VARIANTS}

@@ -26,6 +26,8 @@ TABLES = {
     "jobset": fields.JOB_SET,
     "jobset-cpu": fields.JOB_SET,
     "hyperpod": fields.HYPERPOD,
+    "pytorchjob-elastic": fields.PYTORCH_JOB,
+    "hyperpod-elastic": fields.HYPERPOD,
 }
 
 
@@ -244,6 +246,39 @@ def test_what_a_container_would_lose_is_noted() -> None:
     plan = plan_for_target(job_for("jobset", mounts=None), "jobset")
     assert any("output=/data/runs/llama lies inside of the container" in note for note in plan.notes)
     assert any("model.path=/data/models/llama3-8b is not on this machine" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "message"),
+    [
+        ("slurm", {"least_nodes": 2}, r"launch\.least_nodes=2 does nothing on slurm"),
+        ("ssh", {"least_nodes": 3}, r"launch\.least_nodes=3, .*has 2 node\(s\), which must be between them"),
+        ("pytorchjob", {"most_nodes": 8}, r"launch\.most_nodes=8 is read beside launch\.least_nodes alone"),
+        ("hyperpod", {"least_nodes": 1, "most_nodes": 3}, r"has 4 node\(s\), which must be between them"),
+        ("pytorchjob", {"least_nodes": 1, "cluster": "p5.48xlarge:1"}, ""),
+    ],
+)
+def test_numbers_of_nodes_that_cannot_be_are_refused(target: str, changes: dict[str, Any], message: str) -> None:
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            plan_for_target(job_for(target, **changes), target)
+        return
+    job = load_job({**JOB, "parallel": {}, "launch": SETTINGS[target] | changes}, environ={})
+    with pytest.raises(ConfigError, match=r"parallel\.max_restarts=0 ends the job with the first pod"):
+        plan_for_target(job, target)
+
+
+def test_an_elastic_launch_keeps_its_batch_and_fits_every_number_of_nodes() -> None:
+    training = {"steps": 10, "microbatch_size": 2, "gradient_accumulation": 3}
+    settings = SETTINGS["ssh"] | {"least_nodes": 1}
+    plan = plan_for_target(load_job({**JOB, "training": training, "launch": settings}, environ={}), "ssh")
+    assert (plan.job.training.sequences_per_step, plan.job.training.gradient_accumulation) == (48, None)
+    script = find_target("ssh").files(plan, Path("out"))["run.sh"]
+    assert "PET_NNODES=1:2" in script and script.endswith("--parallel.max_restarts 3\n")
+    parallel = {"pipeline_parallel_degree": 16}
+    job = load_job({**JOB, "parallel": parallel, "launch": settings}, environ={})
+    with pytest.raises(LegalityError, match=r"with 1 node\(s\), 8 ranks: .*pipeline_parallel_degree=16"):
+        plan_for_target(job, "ssh")
 
 
 def test_hyperpod_watches_the_lines_that_a_run_prints(written: dict[str, dict[str, str]]) -> None:

@@ -262,9 +262,32 @@ def _callbacks(value: list[Any], values: Values) -> Mapped:
 
 
 def _elastic(value: bool, values: Values) -> Mapped:
-    if value:
-        return Refusal("the number of nodes stays while a run lasts; set false, and choose trainer.num_nodes")
-    return NoEffect("it is off")
+    """Return the numbers of nodes; a run whose numbers would depend on them is refused."""
+    if not value:
+        return NoEffect("it is off")
+    return {
+        "launch.least_nodes": values.get("elastic_policy.min_nodes", 1),
+        "launch.most_nodes": values.get("elastic_policy.max_nodes", 16),
+    }
+
+
+def _where_elastic(key: str) -> Any:
+    """Return a mapping to a key of the launch, where the number of nodes changes."""
+    return lambda value, values: {key: value} if values.get(ELASTIC) else NoEffect(OFF)
+
+
+def _unless_scaled(argument: str, key: str) -> Any:
+    """Return a mapping to `key`, where scale_config does not say the value for a run whose nodes come and go."""
+
+    def maps(value: Any, values: Values) -> Mapped:
+        scaled = any(name.startswith("scale_config.") and name.endswith(f".{argument}") for name in values)
+        return NoEffect(f"scale_config has it, and {ELASTIC} is on") if scaled and values.get(ELASTIC) else {key: value}
+
+    return maps
+
+
+def _scaled(value: Any, values: Values) -> Mapped:
+    return NoEffect("batch and microbatch stay, whatever the number of nodes" if values.get(ELASTIC) else OFF)
 
 
 def _router(value: float, values: Values) -> Mapped:
@@ -281,6 +304,10 @@ def _refused(reason: str) -> Any:
     return lambda value, values: Refusal(reason) if value else NoEffect("it is off")
 
 
+ELASTIC = "elastic_policy.is_elastic"
+SCALED = "with is_elastic; the same for all numbers of nodes"
+OFF = f"{ELASTIC} is off"
+SCALE = "scale_config.*.training_config.training_args"  # by number of nodes
 LIMITS = (f"{ARGS}.max_samples", f"{DATA}.train_data.limit")
 
 # fmt: off
@@ -295,15 +322,27 @@ LLMFT_KEYS = (
     RecipeKey("run.hf_access_token", ANY, SECRET, _secret),
     renamed("trainer.num_nodes", int, f"{NODES}count", "hosts of the run", 1),
     RecipeKey("trainer.devices", int, "ranks of a node", _devices, f"{NODES}devices", NODE),
-    RecipeKey("elastic_policy.is_elastic", bool, "the number of nodes stays while a run lasts", _elastic),
-    without_effect("elastic_policy.*", ANY, "elastic_policy.is_elastic is off"),
-    without_effect("scale_config.*", ANY, "it is for elastic runs, whose number of nodes changes"),
+    RecipeKey(ELASTIC, bool, "nodes come and go, on targets that can have it so", _elastic, "launch.least_nodes"),
+    RecipeKey("elastic_policy.min_nodes", int, "with is_elastic", _where_elastic("launch.least_nodes"),
+              "launch.least_nodes"),
+    RecipeKey("elastic_policy.max_nodes", int, "with is_elastic", _where_elastic("launch.most_nodes"),
+              "launch.most_nodes"),
+    RecipeKey("elastic_policy.graceful_shutdown_timeout", int, "with is_elastic", _where_elastic("launch.stop_seconds"),
+              "launch.stop_seconds"),
+    without_effect("elastic_policy.use_graceful_shutdown", bool, "a run that is told to stop always saves its state"),
+    without_effect("elastic_policy.scaling_timeout", ANY, "the operator's own time stands"),
+    RecipeKey(f"{SCALE}.train_batch_size", int, SCALED, _where_elastic("training.sequences_per_step"),
+              "training.sequences_per_step"),
+    RecipeKey(f"{SCALE}.learning_rate", float, SCALED, _where_elastic("optimizer.learning_rate"),
+              "optimizer.learning_rate"),
+    RecipeKey("scale_config.*", ANY, "batch and microbatch stay, whatever the number of nodes", _scaled),
     # training
     RecipeKey(f"{ARGS}.trainer_type", ("sft", "dpo"), "sft: rows of chat, unless data.format says another; dpo: pairs",
               _trainer_type, "training.objective"),
     RecipeKey(f"{ARGS}.pretrain_mode", bool, "documents, every token of which is trained on", _pretrains,
               "training.objective"),
-    renamed(f"{ARGS}.train_batch_size", int, "training.sequences_per_step", "samples of a step, of all ranks"),
+    RecipeKey(f"{ARGS}.train_batch_size", int, "samples of a step, of all ranks",
+              _unless_scaled("train_batch_size", "training.sequences_per_step"), "training.sequences_per_step"),
     renamed(f"{ARGS}.micro_train_batch_size", int, "training.microbatch_size", "samples of one forward"),
     renamed(f"{ARGS}.max_epochs", int, "training.epochs"),
     RecipeKey(f"{ARGS}.max_len", int, "tokens of a row, or of a completion with its prompt; what is longer is cut",
@@ -311,7 +350,8 @@ LLMFT_KEYS = (
     RecipeKey(f"{ARGS}.max_samples", float, "with train_data.limit: the smaller", _limit, "data.max_documents"),
     renamed(f"{ARGS}.seed", int, "training.seed", "weights, order, split and dropout"),
     RecipeKey(f"{ARGS}.packing_samples", bool, MAPPED, _packs, "data.packing"),
-    renamed(f"{ARGS}.learning_rate", float, "optimizer.learning_rate", "peak"),
+    RecipeKey(f"{ARGS}.learning_rate", float, "peak", _unless_scaled("learning_rate", "optimizer.learning_rate"),
+              "optimizer.learning_rate"),
     RecipeKey(f"{ARGS}.lr_scheduler", ("cosine", "linear", "constant", "constant_with_warmup"),
               "transformers' schedules, which end at 0",
               lambda name, values: {"optimizer.schedule": "constant"} if "constant" in name

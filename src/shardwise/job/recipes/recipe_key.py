@@ -44,7 +44,7 @@ class RecipeKey:
     """One key of a recipe.
 
     Attributes:
-        name: dotted; with `.*` at its end all keys below.
+        name: dotted; with `.*` at its end all keys below, and with `.*.` any one part.
         accepts: a type, ANY, or the allowed words.
         says: how it maps where that is not plain, or why it has no effect.
         maps: called with its value and all values; returns keys of the job, or why there are none.
@@ -100,8 +100,9 @@ def _number(value: Any, kind: type) -> int | float:
 def find_row(rows: Mapping[str, RecipeKey], name: str) -> RecipeKey | None:
     """Return the row of a key: its own, or the longest wildcard above it; None for a key that nobody knows."""
     parts = name.split(".")
-    wildcards = (f"{'.'.join(parts[:length])}.*" for length in range(len(parts) - 1, 0, -1))
-    return next((rows[candidate] for candidate in (name, *wildcards) if candidate in rows), None)
+    within = (".".join([*parts[:place], "*", *parts[place + 1 :]]) for place in range(1, len(parts) - 1))
+    above = (f"{'.'.join(parts[:length])}.*" for length in range(len(parts) - 1, 0, -1))
+    return next((rows[candidate] for candidate in (name, *within, *above) if candidate in rows), None)
 
 
 def renamed(name: str, accepts: Any, key: str, says: str = MAPPED, default: Any = None) -> RecipeKey:

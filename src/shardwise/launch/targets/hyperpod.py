@@ -1,7 +1,8 @@
 """`hyperpod`: a HyperPodPyTorchJob of SageMaker HyperPod on Kubernetes.
 
 HyperPod finds hung jobs by the lines that they print, so the manifest says which lines those are and how often they
-come. Its own agent, `hyperpodrun`, starts the ranks in place of torchrun; the image needs it.
+come. Its own agent, `hyperpodrun`, starts the ranks in place of torchrun; the image needs it. The agent kills ranks
+unless it is told to ask them first. Where nodes come and go it sends them USR1, and starts them again by another count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwise.launch.targets.kubernetes import (
 from shardwise.observe.log_patterns import END_LINE, STEP_LINE
 
 REPLICA = "pod"
+AGENT_PORT = 8080  # at which the operator calls it
 START_SECONDS = 3600  # until the first step: image, model and data are fetched meanwhile
 
 
@@ -32,14 +34,17 @@ class HyperPodTarget(KubernetesTarget):
     summary = "SageMaker HyperPod on Kubernetes"
     resource = "hyperpodpytorchjobs.sagemaker.amazonaws.com"
     instance_prefix = "ml."
+    keys = (*KubernetesTarget.keys, "least_nodes", "most_nodes")
 
     def longest_suffix(self, plan: LaunchPlan) -> str:
         """Return that of the last pod."""
-        return f"-{REPLICA}-{plan.nodes - 1}"
+        return f"-{REPLICA}-{plan.most_nodes - 1}"
 
     def derive(self, plan: LaunchPlan) -> Iterator[DerivedValue]:
         """Yield start, restarts and what is watched in the log."""
         yield DerivedValue("start", " ".join(_start(plan)), "HyperPod's agent starts the ranks; the image needs it")
+        rule = "launch.stop_seconds: ranks are asked to save their state, and then killed"
+        yield DerivedValue("--shutdown-timeout", str(plan.settings.stop_seconds), rule)
         yield DerivedValue("jobMaxRetryCount", str(plan.max_restarts), "parallel.max_restarts")
         yield DerivedValue("first step within", f"{START_SECONDS} s", "image, model and data are fetched meanwhile")
         job = plan.job
@@ -56,15 +61,23 @@ class HyperPodTarget(KubernetesTarget):
             "restartPolicy": {"maxFullJobRestarts": plan.max_restarts},
             "logMonitoringConfiguration": [log_rule(plan)],
         }
-        spec = {"containers": [container(plan, "pytorch", _start(plan))], **pod_spec(plan, self.instance_prefix)}
-        template = {"metadata": pod_metadata(plan), "spec": spec}
+        made = container(plan, "pytorch", _start(plan))
+        made["ports"] = [{"name": "agent", "containerPort": AGENT_PORT}]
+        template = {
+            "metadata": pod_metadata(plan),
+            "spec": {"containers": [made], **pod_spec(plan, self.instance_prefix)},
+        }
+        replica = {"name": REPLICA, "replicas": plan.nodes, "template": template}
+        if plan.is_elastic:
+            replica["maxReplicas"] = plan.most_nodes
         return {
             "apiVersion": "sagemaker.amazonaws.com/v1",
             "kind": "HyperPodPyTorchJob",
             "metadata": queued_metadata(plan),
             "spec": {
                 "nprocPerNode": str(plan.ranks_of_node),
-                "replicaSpecs": [{"name": REPLICA, "replicas": plan.nodes, "template": template}],
+                "replicaSpecs": [replica],
+                **_elastic_policy(plan),
                 "runPolicy": policy,
             },
         }
@@ -81,10 +94,25 @@ def log_rule(plan: LaunchPlan) -> dict[str, Any]:
     }
 
 
+def _elastic_policy(plan: LaunchPlan) -> dict[str, Any]:
+    if not plan.is_elastic:
+        return {}
+    numbers = {"minReplicas": plan.least_nodes, "maxReplicas": plan.most_nodes, "replicaIncrementStep": 1}
+    return {"elasticPolicy": {**numbers, "gracefulShutdownTimeoutInSeconds": plan.settings.stop_seconds}}
+
+
 def _pause(plan: LaunchPlan) -> int:
     """Return the longest time between two lines of steps: no step takes longer than a collective may."""
     return plan.job.observe.log_every * plan.job.parallel.timeout_seconds
 
 
 def _start(plan: LaunchPlan) -> tuple[str, ...]:
-    return ("hyperpodrun", f"--nnodes={plan.nodes}", f"--nproc-per-node={plan.ranks_of_node}", "--no-python", *START)
+    return (
+        "hyperpodrun",
+        f"--nnodes={plan.nodes}",  # of an elastic job too: the operator says the number when it starts the ranks
+        f"--nproc-per-node={plan.ranks_of_node}",
+        "--shutdown-signal=SIGTERM",
+        f"--shutdown-timeout={plan.settings.stop_seconds}",
+        "--no-python",
+        *START,
+    )

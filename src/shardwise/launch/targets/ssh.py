@@ -35,7 +35,7 @@ class SshTarget(LaunchTarget):
 
     name = "ssh"
     summary = "hosts that are reached by ssh"
-    keys = ("hosts", "secrets", "setup", "port")
+    keys = ("hosts", "secrets", "setup", "port", "least_nodes")
     secret_form = re.compile(r"file:/\S+")
     secret_example = "file:/home/me/.token, a file of every host"
 
@@ -73,7 +73,7 @@ class SshTarget(LaunchTarget):
 
     def finish(self, plan: LaunchPlan) -> LaunchPlan:
         """Note restarts, which nobody does over several hosts."""
-        if plan.max_restarts and plan.nodes > 1:
+        if plan.max_restarts and plan.nodes > 1 and not plan.is_elastic:
             note = f"parallel.max_restarts={plan.max_restarts} is not used: nobody starts {plan.nodes} hosts again"
             plan = replace(plan, notes=(*plan.notes, note))
         return super().finish(plan)
@@ -88,12 +88,13 @@ class SshTarget(LaunchTarget):
     def files(self, plan: LaunchPlan, directory: Path) -> Mapping[str, str]:
         """Return the job and the script of a host, whose argument is the host's place among the others."""
         setup = "".join(f"{line}\n" for line in plan.settings.setup)
-        restarts = f" --parallel.max_restarts {plan.max_restarts}" if plan.max_restarts and plan.nodes == 1 else ""
+        are_counted = plan.max_restarts and (plan.nodes == 1 or plan.is_elastic)
+        restarts = f" --parallel.max_restarts {plan.max_restarts}" if are_counted else ""
         text = f"""#!/usr/bin/env bash
 # {plan.name}: bash {SCRIPT} PLACE, from 0, on each of the hosts.
 set -euo pipefail
 {script_exports(plan)}
-export PET_NNODES={plan.nodes} PET_NPROC_PER_NODE={plan.ranks_of_node} PET_NODE_RANK="$1"
+export PET_NNODES={_nodes(plan)} PET_NPROC_PER_NODE={plan.ranks_of_node} PET_NODE_RANK="$1"
 export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.port}
 {setup}exec shardwise train {JOB_FILE}{restarts}
 """
@@ -164,6 +165,11 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
         silent = [f"{host} ({answer})" for host, answer in answers if isinstance(answer, LaunchError)]
         if silent:
             raise LaunchError(f"not stopped, since it does not answer: {', '.join(silent)}; the others were told to")
+
+
+def _nodes(plan: LaunchPlan) -> str:
+    """Return the hosts of a job as torchrun takes them: how many, or the fewest and the most."""
+    return f"{plan.least_nodes}:{plan.nodes}" if plan.is_elastic else str(plan.nodes)
 
 
 def _address(host: str) -> str:

@@ -57,6 +57,7 @@ def configuration_of(
         offload_parameters=memory.offload_parameters,
         offload_optimizer=float(memory.offload_optimizer),
         updates_in_backward=plan.updates_in_backward,
+        kept_every=job.checkpoint.memory_every,
         flash=job.model.attention != "eager",
         compile=job.model.compile,
         dropout=dropout,

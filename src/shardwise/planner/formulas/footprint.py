@@ -41,12 +41,13 @@ from itertools import pairwise
 
 from shardwise.job.axes import state_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES, V_SCHEDULES
-from shardwise.planner.formulas.axis_traffic import block_elements
+from shardwise.planner.formulas.axis_traffic import block_elements, elements_of_rank
 from shardwise.planner.formulas.compute import BYTES, expert_rows, tokens_of
 from shardwise.planner.formulas.layer import BlockTime, block_time, blocks_ahead
 from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 
 GB = 10**9
+COPIES = 2  # of the state in a host's memory (checkpoint/host_memory.py)
 CHUNK = 1024  # rows of logits that a chunked loss holds
 SHARED_LOGITS = 10.0  # bytes of a logit, at most, where tensor ranks share the vocabulary
 
@@ -70,8 +71,11 @@ def stage_footprints(configuration: TrainingConfiguration, layer: BlockTime | No
 
 
 def host_bytes(configuration: TrainingConfiguration) -> float:
-    """Bytes that offloading puts into the host's memory, of the rank that has most: parameters, gradients and Adam's
-    states in fp32, of updates beside backward the states before too; inputs of checkpointed blocks."""
+    """Bytes of the host's memory of the rank that takes most: what offloading puts there, and copies of the state.
+
+    Offloading puts parameters, gradients and Adam's states in fp32 there, of updates beside backward the states before
+    too; inputs of checkpointed blocks.
+    """
     model, size, largest = configuration.model, 0.0, 0.0
     data = configuration.degree(*state_axes())
     if configuration.offload_activations and configuration.checkpointing == "full":
@@ -83,8 +87,19 @@ def host_bytes(configuration: TrainingConfiguration) -> float:
         updated = configuration.host_updates * configuration.trained * elements
         states = 16 * elements if configuration.host_optimizer else 0.0
         states += (16 + 8 * configuration.updates_in_backward) * updated
+        states += COPIES * state_copy_bytes(configuration, blocks)
         largest = max(largest, states + blocks * size * _in_flight(configuration, rank))
     return largest
+
+
+def state_copy_bytes(configuration: TrainingConfiguration, blocks: int) -> float:
+    """Bytes of a copy of a rank's state in its host's memory: parameters in fp32, Adam's states of the trained."""
+    if not configuration.kept_every:
+        return 0.0
+    elements = elements_of_rank(configuration, blocks)
+    whole, sharded = sum(elements), elements.sharded(configuration)
+    parameters = sharded if configuration.zero == 3 else whole
+    return 4.0 * parameters + 8.0 * configuration.trained * (sharded if configuration.zero else whole)
 
 
 def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working: float) -> dict[str, float]:

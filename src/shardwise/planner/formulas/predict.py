@@ -11,6 +11,7 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
 - reference: the forward of a preference loss's reference, ahead of the step, with the bubble of forwards alone, and the
   loss's own first pass without gradients. Half of the blocks' traffic is forward's.
 - offload: copies between accelerator and host, and updates in the host's memory, as far as they are exposed.
+- copies: of the state into the host's memory, where `checkpoint.memory_every` keeps them; the step waits.
 - launch: where the host is slower than the accelerator.
 - stalls: of a pipeline whose allocator is full or whose whole gradients are reduced between nodes (`_stalls`).
 """
@@ -26,7 +27,7 @@ from shardwise.plan.draft import SPLIT_SCHEDULES
 from shardwise.planner.formulas.axis_traffic import StageWork, elements_of_rank, step_traffic
 from shardwise.planner.formulas.communication import overlapped_seconds
 from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head_work, optimizer_seconds
-from shardwise.planner.formulas.footprint import host_bytes, stage_footprints
+from shardwise.planner.formulas.footprint import host_bytes, stage_footprints, state_copy_bytes
 from shardwise.planner.formulas.layer import BlockTime, block_time, host_bandwidth, message_waits
 from shardwise.planner.formulas.prediction import EIGHTY, Prediction, TrainingConfiguration
 
@@ -34,6 +35,7 @@ GIVEN_BACK = 1.05  # reserved bytes against those in use: an allocator that is f
 HOST_UPDATE_BYTES = 28.0  # of an element: Adam reads weight, gradient and states, and writes all but the gradient
 KEPT_BYTES = 16.0  # of an element: its two states are read and written
 HOST_MEMORY = 25e9  # bytes a second of host memory for one accelerator: 12 channels of DDR4-2933, 70 %, shared by 8
+KEPT = 1.3e9  # bytes a second that a rank hashes and writes into its host's memory (one core, 2026-11-27)
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 FULL = 0.9  # of the memory, from which an allocator has to free before it can allocate
 HOST = 4.0  # exponent that joins host and accelerator
@@ -95,6 +97,7 @@ def _seconds(configuration: TrainingConfiguration, layer: BlockTime, totals: Seq
         seconds[axis] += exposed
     seconds["optimizer"] = _optimizer(configuration, blocks)
     seconds["offload"] += _host_updates(configuration, work)
+    seconds["copies"] = _copies(configuration, blocks)
     if configuration.reference:
         seconds["reference"] = (m + p - 1) * _reference(configuration, layer, blocks) + m * _head_forward(configuration)
     full = max(totals, default=0.0) > FULL * configuration.cluster.accelerator.memory_bytes
@@ -175,6 +178,16 @@ def _optimizer(configuration: TrainingConfiguration, blocks: int) -> float:
     if configuration.host_optimizer:
         return OPTIMIZER_BYTES * local / HOST_MEMORY
     return optimizer_seconds((1 - configuration.host_updates) * local, configuration)
+
+
+def _copies(configuration: TrainingConfiguration, blocks: int) -> float:
+    """Return the seconds that copies of the state into the host's memory add to a step, in the mean."""
+    if not configuration.kept_every:
+        return 0.0
+    size = state_copy_bytes(configuration, blocks)
+    on_device = configuration.cluster.accelerator.name != "CPU"
+    there = size / host_bandwidth(configuration) if on_device else 0.0
+    return (there + size / KEPT) / configuration.kept_every
 
 
 def _trained_elements(configuration: TrainingConfiguration, blocks: int) -> float:

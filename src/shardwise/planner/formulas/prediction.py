@@ -365,6 +365,7 @@ class TrainingConfiguration:
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
         offload_optimizer: share of the trained parameters whose optimizer state is in host memory.
         updates_in_backward: these are updated while the last backward runs.
+        kept_every: steps between copies of the state in the hosts' memory (`checkpoint.memory_every`); 0: none.
         whole_in_step: a pipeline's parameters stay gathered, and its gradients whole, from a step's first microbatch to
             its last.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
@@ -397,6 +398,7 @@ class TrainingConfiguration:
     offload_parameters: bool = False
     offload_optimizer: float = 0.0
     updates_in_backward: bool = False
+    kept_every: int = 0
     flash: bool = True
     compile: bool = False
     dropout: bool = False
@@ -460,7 +462,7 @@ class Prediction:
     """The forecast for a configuration. Times are seconds of one step; memory is bytes of the fullest rank.
 
     `seconds` by cause: matmul, attention, memory_bound, recomputation, shard, replica, tensor, context, pipeline
-    (exposed traffic of each axis), bubble, launch, optimizer, offload, stalls, stragglers. `memory` by cause:
+    (exposed traffic of each axis), bubble, launch, optimizer, offload, copies, stalls, stragglers. `memory` by cause:
     parameters, gradients, optimizer, gathered, communication, activations, working, logits, slack, pending.
     `stage_memory`: total of each pipeline rank. `interval`: 80 % of measured steps are expected between these seconds.
     """

@@ -29,6 +29,7 @@ SAID = {
     "matmul": "matrix products",
     "memory_bound": "memory-bound work",
     "launch": "launching kernels",
+    "copies": "copies of the state to hosts' memory",
     **{axis: f"exposed traffic of {axis}" for axis in TRAFFIC},
 }
 BYTES_SAID = {
@@ -97,6 +98,8 @@ def memory_policy(candidate: Candidate) -> str:
     words += ["parameters offloaded"] if memory.offload_parameters else []
     share = float(memory.offload_optimizer)
     words += [f"{'' if share == 1 else f'{share:.0%} of '}optimizer state offloaded"] if share else []
+    every = candidate.job.checkpoint.memory_every
+    words += [f"state in hosts' memory every {every} step{'s' * (every > 1)}"] if every else []
     words += ["blocks stay gathered"] if not parallel.reshard_after_forward else []
     return ", ".join(words)
 
@@ -126,7 +129,7 @@ def why_not_fit(candidate: Candidate) -> str:
     room = candidate.configuration.cluster.accelerator.memory_bytes
     if not candidate.fits_host:
         needed, share = candidate.prediction.host_bytes / GIB, candidate.configuration.cluster.host_bytes / GIB
-        return f"offloads {needed:.1f} GiB a rank, whose share of the host's memory is {share:.1f} GiB"
+        return f"keeps {needed:.1f} GiB a rank in the host's memory, whose share of it is {share:.1f} GiB"
     causes = sorted(candidate.memory.items(), key=lambda item: -item[1])[:2]
     largest = " and ".join(f"{BYTES_SAID.get(cause, cause)} {size / GIB:.1f}" for cause, size in causes)
     return f"needs {candidate.memory_bytes / GIB:.1f} of {room / GIB:.1f} GiB: {largest}"

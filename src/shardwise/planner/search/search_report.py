@@ -110,10 +110,12 @@ def _bytes(candidate: Candidate) -> Table:
         if size >= total / 1000:
             name = BYTES_SAID.get(cause, cause)
             table.add_row(name, f"{size / GIB:.2f} GiB", f"{size / total:6.1%}", _bar(size, total))
-    stages = candidate.stage_memory
+    stages, host = candidate.stage_memory, candidate.prediction.host_bytes
+    captions = [f"of the host's memory: {host / GIB:.2f} GiB a rank"] if host else []
     if len(stages) > 1:
         shown = [f"{size / GIB:.1f}" for size in (stages if len(stages) <= 16 else (*stages[:8], *stages[-4:]))]
-        table.caption = f"by pipeline rank: {', '.join(shown)} GiB"
+        captions.append(f"by pipeline rank: {', '.join(shown)} GiB")
+    table.caption = "\n".join(captions) or None
     return table
 
 
