@@ -18,6 +18,7 @@ their forward and of their backward, at most two at a time, and scattered behind
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 NCCL_UNITS, DIRECT_UNITS = 24, 9  # multiprocessors that a collective holds
 DEVIATION = 0.08 / 5.4
+BESIDE = 1.3
 SLICE = 512 * 1024  # bytes that are passed on at once (NCCL_BUFFSIZE over NCCL_STEPS)
 
 Action = Callable[[], None]
@@ -134,6 +136,10 @@ class Processor:
         self._schedule()
 
     @property
+    def busy(self) -> bool:
+        return self._finish is not None
+
+    @property
     def _speed(self) -> float:
         return max(0.1, 1 - self._held / self._units)
 
@@ -159,7 +165,7 @@ class Host:
 
     def __init__(self, clock: Clock, slowness: float, units: int) -> None:
         self.processor = Processor(clock, slowness, units)
-        self.out, self.into, self.link = Port(clock), Port(clock), Port(clock)
+        self.out, self.link = Port(clock), Port(clock)
         self.compute, self.gathers, self.shards, self.replicas = Stream(), Stream(), Stream(), Stream()
 
     def start(self) -> None:
@@ -197,10 +203,11 @@ class Ring:
         port = host.out if len(self._hosts) > 1 else host.link
         while self._sent[place] < min(self._steps, 1 + self._come[place]):
             self._sent[place] += 1
-            begin = port.reserve(self._seconds)
-            self._clock.at(begin + self._first + self._hop, lambda: self._arrive(after))
+            slower = BESIDE if host.processor.busy else 1.0
+            begin = port.reserve(slower * self._seconds)
+            self._clock.at(begin + slower * (self._first + self._hop), lambda: self._arrive(after))
             if self._sent[place] == self._steps:
-                self._clock.at(begin + self._seconds, lambda: self._count(place))
+                self._clock.at(begin + slower * self._seconds, lambda: self._count(place))
 
     def _arrive(self, place: int) -> None:
         self._come[place] += 1
@@ -219,13 +226,14 @@ class Ring:
 
 
 class Direct:
-    """A gathering in which each host sends its part to all others, and copies inside meanwhile."""
+    """A gathering in which each host sends its part to all others in turn, and copies inside meanwhile."""
 
     def __init__(self, clock: Clock, hosts: Sequence[Host], seconds: float, copies: float, hop: float) -> None:
         self._clock, self._hosts = clock, hosts
         self._seconds, self._copies, self._hop = seconds, copies, hop
+        self._come = [0] * len(hosts)  # parts that are there or on their way, and when the first and the last are
+        self._first, self._last = [math.inf] * len(hosts), [0.0] * len(hosts)
         self._finish: list[Action | None] = [None] * len(hosts)
-        self._left = [len(hosts)] * len(hosts)  # peers' parts and the copies inside
 
     def join(self, place: int) -> Callable[[Action], None]:
         """Return how the host at `place` begins."""
@@ -235,22 +243,25 @@ class Direct:
         host, number = self._hosts[place], len(self._hosts)
         self._finish[place] = finish
         host.processor.hold(DIRECT_UNITS)
-        self._clock.at(host.link.reserve(self._copies) + self._copies, lambda: self._count(place))
+        self._add(place, host.link.reserve(self._copies) + self._copies)
         for far in range(1, number):
-            peer = (place + far) % number
-            begin = host.out.reserve(self._seconds)
-            self._clock.at(begin + self._hop, lambda peer=peer: self._arrive(peer))  # type: ignore[misc]
+            there = host.out.reserve(self._seconds) + self._hop + self._seconds
+            self._first[(place + far) % number] = min(self._first[(place + far) % number], there)
+            self._add((place + far) % number, there)
 
-    def _arrive(self, place: int) -> None:
-        begin = self._hosts[place].into.reserve(self._seconds)
-        self._clock.at(begin + self._seconds, lambda: self._count(place))
+    def _add(self, place: int, end: float) -> None:
+        number = len(self._hosts)
+        self._come[place] += 1
+        self._last[place] = max(self._last[place], end)
+        if self._come[place] == number:  # the host's own copies among them, so that it has joined
+            received = self._first[place] + (number - 2) * self._seconds  # one behind the other
+            self._clock.at(max(self._last[place], received), lambda: self._leave(place))
 
-    def _count(self, place: int) -> None:
-        self._left[place] -= 1
+    def _leave(self, place: int) -> None:
         finish = self._finish[place]
-        if not self._left[place] and finish:
-            self._hosts[place].processor.hold(-DIRECT_UNITS)
-            finish()
+        assert finish is not None
+        self._hosts[place].processor.hold(-DIRECT_UNITS)
+        finish()
 
 
 def slowness(hosts: int, per_host: int, seed: int) -> list[float]:
@@ -289,6 +300,7 @@ class Machines(NamedTuple):
     link: float
     hop: float
     link_hop: float
+    channels: int
     shard: int
     direct: bool = False
 
@@ -319,12 +331,14 @@ class Step:
         again = [self._gather(work.block_gathered) for _ in range(work.blocks)]
         reduced = [self._reduce(work.ends_reduced), *(self._reduce(work.block_reduced) for _ in range(work.blocks))]
         ends = [self._host(number, gathered, again, reduced) for number in range(len(self.hosts))]
-        for host in self.hosts:
+        updated: list[float] = []
+        for end, host in zip(ends, self.hosts, strict=True):
+            end.waiting.append(lambda: updated.append(self.clock.now))
             host.start()
         self.clock.run()
-        if not all(end.fired for end in ends):
+        if len(updated) < len(self.hosts):
             raise RuntimeError("a step of the simulation waits for what never comes")
-        return self.clock.now
+        return updated[-1]
 
     def _host(self, number: int, gathered: list[Begins], again: list[Begins], reduced: list[Reduction]) -> Signal:
         """Put a step into the streams of a host; what stands at the ends comes first in the lists."""
@@ -364,11 +378,12 @@ class Step:
         """Return how each host begins to gather or scatter `size` bytes by a ring."""
         machines = self.machines
         parts, rate, hop = machines.shard, machines.link, machines.link_hop
+        first = min(size / machines.shard, SLICE * machines.channels) / rate
         if self.near > 1:
-            parts, rate, hop = self.near, min(machines.out, machines.link), machines.per_host * machines.hop
-        groups = [
-            Ring(self.clock, hosts, parts - 1, size / parts / rate, SLICE / rate, hop) for hosts in self._shard_groups()
-        ]
+            parts, rate = self.near, min(machines.out, machines.link)
+            first = min(size / machines.shard, SLICE * machines.channels) / rate
+            hop = machines.per_host * machines.hop + (machines.per_host - 1) * first  # rank after rank
+        groups = [Ring(self.clock, hosts, parts - 1, size / parts / rate, first, hop) for hosts in self._shard_groups()]
         return [groups[number // self.near].join(number % self.near) for number in range(len(self.hosts))]
 
     def _reduce(self, size: float) -> Reduction:
@@ -378,7 +393,7 @@ class Step:
             return Reduction(self._ring(size), [])
         part = size / self.near / copies / machines.out
         rings = [
-            Ring(self.clock, self.hosts[first :: self.near], 2 * (copies - 1), part, SLICE / machines.out, machines.hop)
+            Ring(self.clock, self.hosts[first :: self.near], 2 * (copies - 1), part, part, machines.hop)
             for first in range(self.near)
         ]
         joins = [rings[number % self.near].join(number // self.near) for number in range(len(self.hosts))]
