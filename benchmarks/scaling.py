@@ -45,6 +45,10 @@ NODES = (16, 32, 64, 128)
 HOP = 4e-5  # seconds from rank to rank on EFA that leave the simulation's rings nearest to p5's measured all-gathers
 
 
+P4D, P5 = "p4d.24xlarge", "p5.48xlarge"
+REFERENCE = {("llama2-70b", P4D): 256}  # ranks over which its state fits
+
+
 class Series(NamedTuple):
     """A model on nodes of one kind; `shard` ranks share its state (0: all of them)."""
 
@@ -73,20 +77,18 @@ class Series(NamedTuple):
 
     def nodes(self) -> list[int]:
         """Return the numbers of nodes on which whole groups share the state."""
-        return [nodes for nodes in NODES if not self.shard or 8 * nodes % self.shard == 0]
+        least = (self.shard or REFERENCE.get((self.model, self.instance), 8)) // 8
+        return [nodes for nodes in NODES if nodes >= least]
 
 
-P4D, P5 = "p4d.24xlarge", "p5.48xlarge"
 SERIES = (
-    Series("llama2-7b", P4D, 0, "nccl", 4),
-    Series("llama2-7b", P4D, 0, "smddp", 4),
     Series("llama2-7b", P4D, 8, "nccl", 4),
-    Series("llama2-13b", P4D, 32, "nccl", 4),
     Series("llama2-13b", P4D, 32, "smddp", 4),
+    Series("llama2-70b", P4D, 0, "nccl", 2),
+    Series("llama2-70b", P4D, 0, "smddp", 2),
     Series("llama2-70b", P4D, 256, "nccl", 2),
     Series("llama2-70b", P4D, 256, "smddp", 2),
     Series("llama2-7b", P5, 8, "nccl", 4),
-    Series("llama2-13b", P5, 8, "nccl", 4),
     Series("llama2-70b", P5, 0, "nccl", 2),
     Series("llama2-70b", P5, 64, "nccl", 2),
 )
@@ -151,7 +153,7 @@ def _machines(given: TrainingConfiguration) -> Machines:
     )
 
 
-HEAD = ("model", "nodes of", "state over", "by", *(f"{n} nodes" for n in NODES), "80 % interval", "events", "departure")
+HEAD = ("model", "nodes", "over", "by", *map(str, NODES), "80 %", "events", "departure")
 
 
 def scaling(seed: int = SEED, simulate: bool = True) -> list[list[str]]:
@@ -166,7 +168,7 @@ def scaling(seed: int = SEED, simulate: bool = True) -> list[list[str]]:
 
 
 def _named(series: Series) -> list[str]:
-    ranks = f"{series.shard} ranks" if series.shard else "all"
+    ranks = str(series.shard or "all")
     kind = series.instance.split(".")[0]
     return [series.model.replace("llama2-", "").upper(), kind, ranks, series.collectives.upper()]
 
@@ -174,8 +176,8 @@ def _named(series: Series) -> list[str]:
 def _closed(points: Sequence[Point]) -> list[str]:
     first, last = points[0], points[-1]
     by_nodes = {each.nodes: f"{100 * first.closed / each.closed:.1f}" for each in points}
-    fast, slow = last.interval
-    return [*(by_nodes.get(n, "") for n in NODES), f"{100 * first.closed / slow:.0f} to {100 * first.closed / fast:.0f}"]
+    most, least = (100 * first.closed / seconds for seconds in last.interval)
+    return [*(by_nodes.get(n, "") for n in NODES), f"{least:.0f}–{most:.0f}"]
 
 
 def _simulated(points: Sequence[Point]) -> list[str]:

@@ -5,11 +5,16 @@ run in order once what they need is there, and streams of collectives, one a pro
 their forward and of their backward, at most two at a time, and scattered behind it, as FSDP does
 (`BackwardPrefetch.BACKWARD_PRE`, `limit_all_gathers`). Replicas reduce each block's shard behind that.
 
-- A ring's host sends a part of the tensor to the next one, and passes on what comes while it is still coming. Parts of
-  all collectives wait in line for the host's port. A step takes the hops of the group's ranks on a host.
+- A ring's host sends a part of the tensor to the next one, and passes on what comes while it is still coming, once the
+  first slices are there. Parts of all collectives wait in line for the host's port. A part goes through all ranks of a
+  host, a hop each. On p5's measured all-gathers (fabric_bandwidth.csv) such rings are 14 % off (root mean square), the
+  closed form's 21 %.
 - Direct gathering (SMDDP) sends a host's part to all its peers, which wait in line at the receiver too.
-- A collective holds multiprocessors of its accelerators, also while it waits: NCCL up to 24, SMDDP's under 9 ("SMDDP
-  AllGather" in SageMaker's guide). Kernels are slower by as many.
+- A collective holds multiprocessors of its accelerators, also while it waits, and kernels are slower by as many. SMDDP
+  says under 9 for its own and up to 24 for NCCL ("SMDDP AllGather" in SageMaker's guide). Rings beside kernels take
+  longer than alone. NCCL's 16 and 1.8 times are what fits 26 measured steps best (`python -m benchmarks.scaling --rows`
+  on fms_fsdp, rows 9, 29 and 30 of llm_foundry_h100, rows 10 and 13 of megatron_sc21): 4.6 % root mean square, where
+  the closed form has 4.9 %. With neither, the steps with most traffic come out 20 to 30 % too fast.
 - Accelerators of one kind differ by 8 % between slowest and fastest, outliers left out (arXiv 2208.11035). Taken as the
   5.4 standard deviations between the whiskers of a normal distribution, one is 1.5 %. A host is as slow as its slowest
   accelerator.
@@ -26,9 +31,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-NCCL_UNITS, DIRECT_UNITS = 24, 9  # multiprocessors that a collective holds
+NCCL_UNITS, DIRECT_UNITS = 16, 9  # multiprocessors that a collective holds
+BESIDE = 1.8  # of a ring's time alone, what it takes beside kernels
 DEVIATION = 0.08 / 5.4
-BESIDE = 1.3
 SLICE = 512 * 1024  # bytes that are passed on at once (NCCL_BUFFSIZE over NCCL_STEPS)
 
 Action = Callable[[], None]
@@ -39,17 +44,18 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._waiting: list[tuple[float, int, Action]] = []
+        self._waiting: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
         self._order = count()
 
-    def at(self, time: float, action: Action) -> None:
-        heapq.heappush(self._waiting, (time, next(self._order), action))
+    def at(self, time: float, action: Callable[..., None], *given: int) -> None:
+        heapq.heappush(self._waiting, (time, next(self._order), action, given))
 
     def run(self) -> None:
         """Run until nothing waits."""
-        while self._waiting:
-            self.now, _, action = heapq.heappop(self._waiting)
-            action()
+        waiting, pop = self._waiting, heapq.heappop
+        while waiting:
+            self.now, _, action, given = pop(waiting)
+            action(*given)
 
 
 @dataclass
@@ -122,8 +128,9 @@ class Processor:
 
     def __init__(self, clock: Clock, slowness: float, units: int) -> None:
         self._clock, self._slowness, self._units = clock, slowness, units
-        self._held, self._left, self._since, self._version = 0, 0.0, 0.0, 0
+        self._left, self._since, self._speed, self._held, self._version = 0.0, 0.0, 1.0, 0, 0
         self._finish: Action | None = None
+        self.busy = False
 
     def kernel(self, seconds: float) -> Callable[[Action], None]:
         """Return how to begin a kernel that takes so long alone on a host like the mean."""
@@ -133,30 +140,22 @@ class Processor:
         """Take units from kernels, or give them back where negative."""
         self._left -= (self._clock.now - self._since) * self._speed
         self._held += units
+        self._speed = max(0.1, 1 - self._held / self._units)
         self._schedule()
 
-    @property
-    def busy(self) -> bool:
-        return self._finish is not None
-
-    @property
-    def _speed(self) -> float:
-        return max(0.1, 1 - self._held / self._units)
-
     def _begin(self, seconds: float, finish: Action) -> None:
-        self._left, self._finish = seconds, finish
+        self._left, self._finish, self.busy = seconds, finish, True
         self._schedule()
 
     def _schedule(self) -> None:
         self._since = self._clock.now
         self._version += 1
         if self._finish:
-            version = self._version
-            self._clock.at(self._clock.now + max(0.0, self._left) / self._speed, lambda: self._end(version))
+            self._clock.at(self._clock.now + max(0.0, self._left) / self._speed, self._end, self._version)
 
     def _end(self, version: int) -> None:
         if version == self._version and self._finish:
-            finish, self._finish = self._finish, None
+            finish, self._finish, self.busy = self._finish, None, False
             finish()
 
 
@@ -184,7 +183,7 @@ class Ring:
         self, clock: Clock, hosts: Sequence[Host], steps: int, seconds: float, first: float, hop: float
     ) -> None:
         self._clock, self._hosts, self._steps = clock, hosts, steps
-        self._seconds, self._first, self._hop = seconds, min(first, seconds), hop
+        self._seconds, self._passed, self._rest = seconds, min(first, seconds) + hop, seconds - min(first, seconds)
         self._finish: list[Action | None] = [None] * len(hosts)
         self._come, self._sent, self._whole = ([0] * len(hosts) for _ in range(3))
 
@@ -201,20 +200,20 @@ class Ring:
         """Send what is there and not sent yet."""
         host, after = self._hosts[place], (place + 1) % len(self._hosts)
         port = host.out if len(self._hosts) > 1 else host.link
-        while self._sent[place] < min(self._steps, 1 + self._come[place]):
+        while self._sent[place] < self._steps and self._sent[place] <= self._come[place]:
             self._sent[place] += 1
             slower = BESIDE if host.processor.busy else 1.0
             begin = port.reserve(slower * self._seconds)
-            self._clock.at(begin + slower * (self._first + self._hop), lambda: self._arrive(after))
+            self._clock.at(begin + slower * self._passed, self._arrive, after)
             if self._sent[place] == self._steps:
-                self._clock.at(begin + slower * self._seconds, lambda: self._count(place))
+                self._clock.at(begin + slower * self._seconds, self._count, place)
 
     def _arrive(self, place: int) -> None:
         self._come[place] += 1
         if self._finish[place]:
             self._send(place)
         if self._come[place] == self._steps:
-            self._clock.at(self._clock.now + self._seconds - self._first, lambda: self._count(place))
+            self._clock.at(self._clock.now + self._rest, self._count, place)
 
     def _count(self, place: int) -> None:
         """Leave once all has come and all is sent."""
@@ -255,7 +254,7 @@ class Direct:
         self._last[place] = max(self._last[place], end)
         if self._come[place] == number:  # the host's own copies among them, so that it has joined
             received = self._first[place] + (number - 2) * self._seconds  # one behind the other
-            self._clock.at(max(self._last[place], received), lambda: self._leave(place))
+            self._clock.at(max(self._last[place], received), self._leave, place)
 
     def _leave(self, place: int) -> None:
         finish = self._finish[place]
@@ -368,13 +367,13 @@ class Step:
         """Return how each host begins to gather `size` bytes."""
         machines = self.machines
         if not machines.direct or self.near == 1:
-            return self._ring(size)
+            return self.ring(size)
         part, inside = size / self.near / machines.direct_out, (machines.shard - 1) / machines.shard * size
         hop = machines.hop + machines.per_host * machines.link_hop
         groups = [Direct(self.clock, hosts, part, inside / machines.link, hop) for hosts in self._shard_groups()]
         return [groups[number // self.near].join(number % self.near) for number in range(len(self.hosts))]
 
-    def _ring(self, size: float) -> Begins:
+    def ring(self, size: float) -> Begins:
         """Return how each host begins to gather or scatter `size` bytes by a ring."""
         machines = self.machines
         parts, rate, hop = machines.shard, machines.link, machines.link_hop
@@ -390,14 +389,14 @@ class Step:
         """Return how each host begins to scatter gradients of `size` bytes, and to reduce its shards with replicas."""
         machines, copies = self.machines, len(self.hosts) // self.near
         if copies == 1:
-            return Reduction(self._ring(size), [])
+            return Reduction(self.ring(size), [])
         part = size / self.near / copies / machines.out
         rings = [
             Ring(self.clock, self.hosts[first :: self.near], 2 * (copies - 1), part, part, machines.hop)
             for first in range(self.near)
         ]
         joins = [rings[number % self.near].join(number // self.near) for number in range(len(self.hosts))]
-        return Reduction(self._ring(size), joins)
+        return Reduction(self.ring(size), joins)
 
     def _shard_groups(self) -> list[list[Host]]:
         return [self.hosts[first : first + self.near] for first in range(0, len(self.hosts), self.near)]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks import scaling
-from benchmarks.scaling_events import BESIDE, DIRECT_UNITS, NCCL_UNITS, Clock, Direct, Host, Ring, simulated_seconds
-from benchmarks.scaling_events import Machines, StepWork, slowness
+from benchmarks.scaling_events import Clock, Direct, Host, Machines, Ring, Step, StepWork, simulated_seconds, slowness
 from shardwise.planner.published import accuracy
 
 PAGE = Path("docs/explanations/planner.md")
 SIMULATED = 2  # cells at the end of a row that the simulation gives
 IDLE = StepWork(3, 0.0, 0.0, 0.0, 0.0, 64e6, 64e6, 0.0, 0.0)  # nothing but the traffic of three blocks
 MACHINES = Machines(4, 2, 100, 1e9, 2e9, 8e9, 0.0, 0.0, channels=2, shard=8)
+WHOLE = scaling.Series("llama2-70b", scaling.P5, 0, "nccl", 2)
 
 
 def joined(collective: Ring | Direct, hosts: list[Host], clock: Clock, late: float = 0.0) -> list[float]:
@@ -66,9 +67,23 @@ def test_kernels_are_slower_beside_collectives_and_on_slow_hosts() -> None:
 def test_traffic_alone_is_gathered_twice_and_scattered_once() -> None:
     """Four hosts of two ranks: three quarters of each block leave a host, by rings or directly at twice the rate."""
     block = 0.75 * 64e6 / 1e9
-    assert simulated_seconds(IDLE, MACHINES, 1) == pytest.approx(9 * block, rel=0.2)
+    rings = simulated_seconds(IDLE, MACHINES, 1)
+    assert rings == pytest.approx(9 * block, rel=0.2)
     direct = simulated_seconds(IDLE, MACHINES._replace(direct=True), 1)
-    assert direct == pytest.approx(6 * block / 2 + 3 * block, rel=0.35) and direct < simulated_seconds(IDLE, MACHINES, 1)
+    assert direct == pytest.approx(6 * block / 2 + 3 * block, rel=0.35) and direct < rings
+
+
+def test_rings_are_as_long_as_measured() -> None:
+    """All-gathers of 256 MB on p5 nodes, of fabric_bandwidth.csv: nodes -> GB/s."""
+    departures = []
+    for nodes, speed in {2: 184.6, 4: 119.0, 8: 69.0, 16: 55.0, 32: 28.0, 64: 11.0}.items():
+        step = Step(*scaling.as_events(WHOLE.configuration(nodes)), seed=1)
+        for begin in step.ring(256e6):
+            begin(lambda: None)
+        step.clock.run()
+        measured = 256e6 * (1 - 1 / (8 * nodes)) / speed / 1e9
+        departures.append(math.log(step.clock.now / measured))
+    assert math.sqrt(sum(each**2 for each in departures) / 6) < 0.16
 
 
 def test_a_step_of_kernels_alone_is_as_long_as_its_slowest_host() -> None:
@@ -86,16 +101,18 @@ def test_replicas_reduce_shards_behind_the_scattering() -> None:
     assert more > copied
 
 
-def test_the_page_has_the_closed_forms_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_the_closed_forms_curve() -> None:
     shown = [line.split(" | ")[:-SIMULATED] for line in accuracy.part(PAGE.read_text(), "scaling").splitlines()]
     made = scaling.markdown(scaling.scaling(simulate=False)).splitlines()
     assert [line.split(" | ")[:-SIMULATED] for line in made] == shown
 
 
 def test_the_page_says_that_both_agree() -> None:
+    """All but where all p4d ranks share the state, as the page says."""
     lines = accuracy.part(PAGE.read_text(), "scaling").splitlines()[2:]
     assert len(lines) == len(scaling.SERIES)
-    assert all(abs(float(line.split(" | ")[-1].removesuffix(" |"))) <= 5.0 for line in lines)
+    apart = [line for line in lines if abs(float(line.split(" | ")[-1].removesuffix(" |"))) > 5.0]
+    assert [line.split(" | ")[:3] for line in apart] == 2 * [["| 70B", "p4d", "all"]]
 
 
 def test_both_agree_on_a_few_nodes() -> None:
