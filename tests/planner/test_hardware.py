@@ -105,7 +105,7 @@ def test_an_instance_type_is_a_cluster_under_both_of_its_names(name: str) -> Non
     found = cluster(f"ml.{name}:2")
     assert found == cluster(f"{name}:2")
     assert (found.nodes, found.instance) == (2, name)
-    assert found.cpus > 0 and found.host_gb > 0 and (found.efa > 0) == (found.fabric.name == "efa")
+    assert found.cpus > 0 and found.host_gb > 0 and (found.efa > 0) == found.fabric.name.startswith("efa")
 
 
 @pytest.mark.parametrize(
@@ -121,3 +121,9 @@ def test_a_cluster_file_may_name_an_instance_type(tmp_path: Path) -> None:
     file.write_text("instance: ml.p5.48xlarge\nnodes: 3\ncpus: 100\n")
     found = cluster(str(file))
     assert (found.size, found.efa, found.cpus, found.instance) == (24, 32, 100, "p5.48xlarge")
+
+
+def test_generations_of_efa_have_shorter_hops_in_turn() -> None:
+    hops = [cluster(f"{name}:2").fabric.hop_seconds for name in ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge")]
+    assert hops == pytest.approx([5e-5, 5e-5 * (1 - 0.35), 5e-5 * (1 - 0.35) / 1.18], rel=0.03)
+    assert cluster("p4d.24xlarge:2").fabric == cluster("p5.48xlarge:2").fabric

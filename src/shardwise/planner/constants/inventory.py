@@ -2,7 +2,9 @@
 
 Three kinds of constants are kept apart: what an accelerator does (data/accelerators.json), what a fabric does
 (data/fabrics.json), and what a software stack makes of them (data/constants.json, which also
-holds the factors that were fitted on accelerators).
+holds the factors that were fitted on accelerators). Clusters (data/clusters.json) are what their vendors say: AWS's
+types those of "Amazon EC2 instance types" (accelerated computing, network specifications, EFA) and of the launch posts
+of P5en, P6-B200, P6-B300 and P6e-GB200 (28.8 Tbit/s for 72 accelerators); the others those of NVIDIA's data sheets.
 """
 
 from __future__ import annotations

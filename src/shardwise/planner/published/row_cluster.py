@@ -10,7 +10,11 @@ from shardwise.planner.constants.inventory import fabrics, link_of, usual_networ
 from shardwise.planner.formulas.prediction import Cluster
 from shardwise.planner.published.row import Row, Unmapped
 
-_EFA = re.compile(r"\bEFA\b|\bp[345]d?[en]?n?\b|SMDDP|amazon", re.IGNORECASE)
+_FABRICS = {  # the first whose pattern a row's words match
+    "efa-v4": re.compile(r"\bp6e?\b", re.IGNORECASE),
+    "efa-v3": re.compile(r"\bp5en\b", re.IGNORECASE),
+    "efa": re.compile(r"\bEFA\b|\bp[345]d?[en]?n?\b|SMDDP|amazon", re.IGNORECASE),
+}
 
 
 def cluster_of_row(row: Row, model_ranks: int) -> Cluster:
@@ -24,7 +28,7 @@ def cluster_of_row(row: Row, model_ranks: int) -> Cluster:
     while ranks % nodes:  # as many ranks on each node
         nodes += 1
     words = " ".join(row.text.get(column, "") for column in ("collectives", "assumed", "notes", "table", "url"))
-    fabric = fabrics()["efa" if _EFA.search(words) else "rdma"]
+    fabric = fabrics()[next((name for name, pattern in _FABRICS.items() if pattern.search(words)), "rdma")]
     inter = row.number("inter_Gbps_per_node", usual_network(device)) / 8
     in_use = min(1.0, ranks / nodes / whole)  # of a node, and with its accelerators of the adapters beside them
     intra = row.number("intra_GBps_per_gpu", device.link)
