@@ -152,7 +152,7 @@ SUBJECTS = (
     ),
     (
         "6. Models: `model.path`, `model.config`, `model.factory`, `model.attention`",
-        "[job.md](job.md#model), [attention.md](attention.md)",
+        "[job.md](job.md#model), [attention.md](attention.md), [coverage.md](coverage.md)",
     ),
     (
         "7. Sharded data parallelism: `sharded_data_parallel_degree`, `shard_optimizer_state`, `prefetch_depth`",
