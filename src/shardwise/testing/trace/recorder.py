@@ -159,7 +159,8 @@ class RankRecorder(TorchDispatchMode):
             output = func(*args, **(kwargs or {}))
         if func.is_view:  # type: ignore[attr-defined]
             return output  # no memory and no kernel
-        self._storages.see(tree_leaves((args, kwargs, output)))
+        tensors = [value for value in tree_leaves((args, kwargs, output)) if isinstance(value, Tensor)]
+        self._storages.see(tensors)
         namespace = func.namespace  # type: ignore[attr-defined]
         if namespace in COLLECTIVE_NAMESPACES:
             return self._called(func, args, output)
@@ -167,11 +168,11 @@ class RankRecorder(TorchDispatchMode):
             self._storages.own(SHARDING, args, kwargs, output)
             self._use(args)
         if self.noting:
-            self._operator(func, args, output, UPDATE if self.updating else "backward" if in_backward else "forward")
+            work = work_of(func, args, output, tensors)
+            self._operator(work, UPDATE if self.updating else "backward" if in_backward else "forward")
         return output
 
-    def _operator(self, func: Any, args: tuple[Any, ...], output: Any, phase: str) -> None:
-        work = work_of(func, args, output)
+    def _operator(self, work: tuple[tuple[str | int, ...], int] | None, phase: str) -> None:
         if work is None:
             return
         if phase != self._phase:

@@ -96,8 +96,8 @@ def _notes(trace: JobTrace) -> Iterator[str]:
     plan = trace.plan
     if trace.met is not None:
         yield (
-            f"{trace.met:,} calls of all {plan.world.size:,} ranks meet: every group has one order, every message its "
-            "counterpart, and nobody waits in a circle."
+            f"{trace.met:,} calls of all {plan.world.size:,} ranks meet: one order in every group, a counterpart for "
+            "every message, no circle."
         )
     count = traced_microbatches(plan)
     if plan.accumulation > count:

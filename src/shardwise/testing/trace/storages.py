@@ -86,12 +86,11 @@ class Storages:
         if in_backward != self._in_backward:
             self._in_backward, self._span = in_backward, self._span + 1
 
-    def see(self, values: Iterable[Any]) -> None:
-        """Count the storages of the tensors among `values`."""
-        for value in values:
-            if isinstance(value, Tensor):
-                for storage in storages_of(value):
-                    self._set(self._of(storage), storage.nbytes())
+    def see(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of `tensors`."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._set(self._of(storage), storage.nbytes())
         if self.live > self.peak:
             self.peak, self._peak_at = self.live, len(self._log)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from shardwise._torch_compat.tracing import tree_leaves
 
 Kind = tuple[str | int, ...]
 # What changes no memory: views that torch does not call so, and memory that nothing is written to.
@@ -21,8 +20,12 @@ ATTENTION = {FUSED: 1.0, f"{FUSED}_backward": 2.5, f"{FUSED}_for_cpu": 1.0, f"{F
 BYTES: Kind = ("bytes",)
 
 
-def work_of(func: Any, args: tuple[Any, ...], output: Any) -> tuple[Kind, int] | None:
-    """Return (kind of work, how much of it); None where no kernel is launched."""
+def work_of(func: Any, args: tuple[Any, ...], output: Any, tensors: Sequence[Tensor]) -> tuple[Kind, int] | None:
+    """Return (kind of work, how much of it); None where no kernel is launched.
+
+    Args:
+        tensors: all that go in or come out.
+    """
     name = func._opname
     if func.is_view or name in WITHOUT_KERNEL or func.namespace == "prim":
         return None
@@ -30,7 +33,6 @@ def work_of(func: Any, args: tuple[Any, ...], output: Any) -> tuple[Kind, int] |
         return _product(args[PRODUCTS[name]], args[PRODUCTS[name] + 1], output)
     if name in ATTENTION:
         return _attention(name, args)
-    tensors = [value for value in tree_leaves((args, output)) if isinstance(value, Tensor)]
     return BYTES, sum(_moved(tensor) for tensor in tensors)
 
 
