@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.coverage import AGREES, LAYOUTS, judge_toys, outcome_of, write_corpora
 from shardwise.errors import LegalityError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
@@ -18,6 +21,7 @@ from shardwise.parallel.stage_boundary import BoundaryShapes
 from shardwise.parallel.transforms.dtypes import convert
 from shardwise.plan.plan import Plan, World, resolve
 from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.world import WorldPool
 
 
 def toy_job(model_type: str, task: str = "causal_lm", precision: str = "fp32", **config: Any) -> Job:
@@ -73,3 +77,32 @@ def test_fp64_is_refused_where_transformers_own_code_fails_in_it() -> None:
     with pytest.raises(LegalityError, match="puts the least number of the dtype into fp32"):
         resolved(job, facts)
     assert resolved(job, replace(facts, fp64_obstacle="")).dtypes.compute == "fp64"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("doge", "numbers that it computes"), ("gemma4_unified", "tokens are of one picture")]
+)
+def test_masks_of_whole_sequences_refuse_context_ranks(model_type: str, reason: str) -> None:
+    job = toy_job(model_type)
+    assert reason in discover(build_model(job), job).supports(Axis.CONTEXT).reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "model_type"),
+    [
+        ("causal_lm", "ctrl"),
+        ("causal_lm", "recurrent_gemma"),
+        ("causal_lm", "rwkv"),
+        ("masked_lm", "big_bird"),
+        ("seq2seq_lm", "mt5"),
+        ("seq2seq_lm", "nllb-moe"),
+        ("seq2seq_lm", "t5gemma"),
+    ],
+)
+def test_agrees_on_stages_of_tensor_ranks(world_pool: WorldPool, tmp_path: Path, task: str, model_type: str) -> None:
+    layout = "tensor 2 x pipeline 2"
+    write_corpora(tmp_path)
+    judged = judge_toys(tmp_path, task, model_type, [layout])
+    assert isinstance(judged, dict)
+    assert outcome_of(world_pool, judged[layout], LAYOUTS[layout][0]) == (AGREES, "")

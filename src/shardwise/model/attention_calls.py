@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from shardwise.model.facts import AttentionFacts
 
 # Keyword arguments that do not change the result, or not beyond what masks, scale and dropout do.
+MASK = "attention_mask"
 COMMON_ARGUMENTS = {
-    "attention_mask", "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
+    MASK, "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
     "past_key_values", "cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "cache_position", "dropout_name", "local_window",
 }  # fmt: skip
@@ -24,7 +25,7 @@ class AttentionCalls:
 
     Attributes:
         modules: that called, one for each call.
-        arguments: names of the keyword arguments beside the common ones.
+        arguments: names of the keyword arguments beside the common ones; the mask where it is made of activations.
         calls: what each call asks for, without names.
     """
 
@@ -44,6 +45,8 @@ class AttentionCalls:
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 self.modules.append(module)
                 self.arguments |= {key for key, value in kwargs.items() if value is not None} - COMMON_ARGUMENTS
+                mask = args[3] if len(args) > 3 else kwargs.get(MASK)
+                self.arguments |= {MASK} if isinstance(mask, Tensor) and mask.requires_grad else set()
                 self.calls.append(_call_facts(args, kwargs))
                 return function(module, *args, **kwargs)
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.model.attention_calls import MASK
 from shardwise.model.capability import Capability, unless
 from shardwise.model.registry import family_of
 
@@ -93,12 +94,23 @@ def _context_obstacles(
     calls_of_blocks = [sum(name.startswith(f"{block}.") for name in attention) for block in blocks]
     if len(attention) != len(blocks) or set(calls_of_blocks) != {1}:
         yield f"the attention of {family} does not go through transformers' AttentionInterface once in each block"
+    if MASK in arguments:
+        yield f"{family} masks attention by numbers that it computes of whole sequences"
+    if _masks_pictures(model):
+        yield f"{family} masks attention by which tokens are of one picture, over whole sequences"
     if "key_bias" in arguments and not counts_by_biases:
         yield f"{family} makes its ALiBi biases from its own inputs"
     if getattr(model.config.get_text_config(), "index_topk", None):
         yield f"{family} chooses the keys that a token looks at over whole sequences (config.index_topk)"
     if mixes:
         yield f"{family} mixes positions outside of attention, by a convolution or a scan"
+
+
+def _masks_pictures(model: nn.Module) -> bool:
+    """Tell whether tokens of a picture see each other: a model of text alone has no pictures."""
+    config: Any = model.config
+    text = config.get_text_config()
+    return text is not config and getattr(text, "use_bidirectional_attention", None) == "vision"
 
 
 def takes_positions(model: nn.Module) -> bool:

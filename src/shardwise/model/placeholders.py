@@ -23,7 +23,7 @@ def drop_parameters(module: nn.Module, forward: Callable[..., Tensor], kept: Col
 def placeholder(
     output_shape: PlaceholderShape | None, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., Tensor]:
-    """Return a forward whose output has the right shape and costs nothing; without one it returns its argument."""
+    """Return a forward whose output is zeros of the right shape; without one it returns its argument."""
     if output_shape is None:
         return _identity
 
@@ -31,7 +31,7 @@ def placeholder(
         given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs)  # type: ignore[operator]
         follows = given[output_shape.argument]
         shape = output_shape.shape(follows.shape if isinstance(follows, Tensor) else follows)
-        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)  # some models scale what embeddings return in place
 
     return forward
 
