@@ -93,6 +93,21 @@ def test_the_page_is_of_a_run_without_faults() -> None:
 
 
 @NO_PAGE
+def test_the_readme_says_what_the_page_counts() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    popular = text.partition("popular ones")[2]
+    counts = dict(re.findall(r"^\| (\w+ 2|one process) \| (\d+) \|", popular, re.M))
+    said = re.search(
+        r"Of (\d+) popular types of transformers (\d+) run sharded, (\d+) on stages, (\d+) on tensor, (\d+) on context "
+        r"and (\d+) on expert ranks",
+        (PAGE.parents[2] / "README.md").read_text(encoding="utf-8"),
+    )
+    assert said is not None
+    layouts = ("one process", "sharded 2", "pipeline 2", "tensor 2", "context 2", "expert 2")
+    assert said.groups() == tuple(counts[layout] for layout in layouts)
+
+
+@NO_PAGE
 @pytest.mark.slow
 def test_cells_of_the_page_are_what_a_run_gives(world_pool: WorldPool, tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
