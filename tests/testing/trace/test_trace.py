@@ -170,6 +170,17 @@ def test_code_that_asks_for_values_is_refused_with_its_line(model_type: str) -> 
         traced(expert_settings(model_type), 4)
 
 
+def test_the_command_shows_memory_calls_and_time(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job, timeline = tmp_path / "job.yaml", tmp_path / "step.json"
+    small = NEOX | {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 256}
+    job.write_text(yaml.safe_dump(settings(16, model={"config": small})))
+    assert main(["plan", str(job), "--trace", "--cluster", "dgx-h100:1", "--timeline", str(timeline)]) == 0
+    printed = capsys.readouterr().out
+    assert "2 of 8 ranks traced" in printed and "of all 8 ranks meet" in printed
+    assert "A step takes" in printed and "on the host is not the limit" in printed
+    assert {event["ph"] for event in json.loads(timeline.read_text())["traceEvents"]} == {"M", "X", "C"}
+
+
 @pytest.mark.slow
 def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
