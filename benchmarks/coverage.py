@@ -56,6 +56,7 @@ OTHER_MAPPINGS = {
     "speech_seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
     "ctc": "MODEL_FOR_CTC_MAPPING",
 }
+VOCABULARIES = ("vocab_size", "src_vocab_size", "tgt_vocab_size")
 TENSOR, STAGES = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
 # Ranks and parallel section by the name of a layout; the first is the control.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -149,8 +150,9 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
         data["cache_directory"] = str(directory / "cache")
         if task in TRAINED:
             data |= {"path": str(directory / "text.txt"), "format": "text", **TRAINED[task]}
+            config["vocab_size"] = data["vocabulary_size"]
             for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-                part |= {"vocab_size": data["vocabulary_size"]} if part is config or "vocab_size" in part else {}
+                part |= {name: data["vocabulary_size"] for name in part if name in VOCABULARIES}
         else:
             data |= {"path": str(directory / "tokens.jsonl"), "format": "tokens"}
     return Job.model_validate(

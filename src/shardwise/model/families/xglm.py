@@ -1,7 +1,7 @@
-"""XGLM: its attention makes the least number of a dtype a tensor of fp32."""
+"""XGLM and FSMT: their masks make the least number of a dtype a tensor of fp32."""
 
 from __future__ import annotations
 
 from shardwise.model.family import Family
 
-FAMILY = Family(("xglm",), fp64_obstacle="puts the least number of the dtype into fp32, which fails")
+FAMILY = Family(("xglm", "fsmt"), fp64_obstacle="puts the least number of the dtype into fp32, which fails")
