@@ -11,8 +11,8 @@ from transformers import AttentionInterface
 
 from shardwise.model.facts import AttentionFacts
 
-# Keyword arguments that do not change the result, or not beyond what masks, scale and dropout do.
 MASK = "attention_mask"
+# Keyword arguments that do not change the result, or not beyond what masks, scale and dropout do.
 COMMON_ARGUMENTS = {
     MASK, "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
     "past_key_values", "cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
@@ -46,7 +46,8 @@ class AttentionCalls:
                 self.modules.append(module)
                 self.arguments |= {key for key, value in kwargs.items() if value is not None} - COMMON_ARGUMENTS
                 mask = args[3] if len(args) > 3 else kwargs.get(MASK)
-                self.arguments |= {MASK} if isinstance(mask, Tensor) and mask.requires_grad else set()
+                if isinstance(mask, Tensor) and mask.requires_grad:
+                    self.arguments.add(MASK)
                 self.calls.append(_call_facts(args, kwargs))
                 return function(module, *args, **kwargs)
 

@@ -214,7 +214,7 @@ def _coupling(
     """Return why rows of a microbatch may change each other's numbers; a user's module is tried for that later."""
     return {
         "drops_by_microbatch": _drops_by_microbatch(model, forward, example),
-        # Experts of NLLB take so many tokens of a microbatch.
+        # A share of a microbatch's tokens is the capacity of NLLB's experts.
         "couples_rows": getattr(config, "moe_eval_capacity_token_fraction", None) is not None,
         "draws_numbers": isinstance(model, PreTrainedModel) and forward.draws_on_activations,
     }

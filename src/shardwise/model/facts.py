@@ -233,7 +233,7 @@ class ModelFacts:
     replaced_parameters: tuple[str, ...] = ()  # of a user's module, by others that its forward makes
     effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
-    couples_rows: bool = False  # rows of a microbatch change each other's numbers in a user's module or its loss
+    couples_rows: bool = False  # rows of a microbatch change each other's numbers in the forward or its loss
     drops_by_microbatch: bool = False  # dropout depends on the rows together: hidden states have them in another dim
     keeps_statistics: bool = False  # a user's module takes statistics of rows together, and keeps them in buffers
     reads_statistics: bool = False  # and its forward in training reads what it keeps there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +120,7 @@ def _check(layout: Layout, traces: dict[RankKind, RankTrace]) -> int:
     return check_agreement(lambda rank: programs[kind_of_rank(layout, rank)], layout.world_size, describe)
 
 
-def where(coordinates: Any) -> str:
+def where(coordinates: Mapping[Any, int]) -> str:
     """Return coordinates as text, those that are 0 left out; `first of all` where all are."""
     return ", ".join(f"{axis} {index}" for axis, index in coordinates.items() if index) or "first of all"
 

@@ -29,8 +29,7 @@ def describe(trace: JobTrace, time: StepTime | None = None) -> Group:
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    return table
+    return Table(title=title, title_justify="left", title_style="bold")
 
 
 def _memory(trace: JobTrace) -> Table:
@@ -85,7 +84,8 @@ def _time(trace: JobTrace, time: StepTime) -> Table:
 def _host_notes(trace: JobTrace, time: StepTime) -> Iterator[str]:
     host = time.hosts[time.slowest]
     reads = ", ".join(f"{line} ({count})" for line, count in host.reads.most_common())
-    yield f"The host of rank {time.slowest} waits for a value {host.reads.total()} times in the traced step: {reads}."
+    times = f"{host.reads.total()} times in the traced step: {reads}" if reads else "never in the traced step"
+    yield f"The host of rank {time.slowest} waits for a value {times}."
     least, own = host.smallest_microbatch, trace.plan.microbatch
     if least > own:
         yield f"The host is the limit: it launches for {host.share:.1f} times as long as the accelerator works."
