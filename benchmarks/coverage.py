@@ -208,7 +208,7 @@ def judge_toy(job: Job, layout: str, studied: dict[tuple[bool, str], ModelFacts]
     form = job.parallel.pipeline_parallel_degree > 1, str(job.model.attention)  # on which a study depends
     try:
         facts = studied[form] = studied.get(form) or study(job)
-        if "fp64" in facts.unfit_dtypes or facts.fp64_obstacle:
+        if "fp64" in facts.unfit_dtypes:
             job = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "fp32"})})
         resolve(job, World(ranks, "cpu", ranks), facts)
     except ShardwiseError as error:

@@ -227,8 +227,8 @@ class Fp32Router(nn.Module):
 
 
 def test_a_forward_that_needs_weights_in_fp32_is_found() -> None:
-    assert unfit_dtypes(Fp32Router(casts=True), 8) == frozenset()
-    assert unfit_dtypes(Fp32Router(casts=False), 8) == {"fp64", "bf16"}
+    assert unfit_dtypes(Fp32Router(casts=True), 8) == {}
+    assert set(unfit_dtypes(Fp32Router(casts=False), 8)) == {"fp64", "bf16"}
     assert [needs_fp32_weights(Fp32Router(casts).double()) for casts in (True, False)] == [False, True]
     with WithoutNarrowing():
         assert Fp32Router(casts=False).double()(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.float64

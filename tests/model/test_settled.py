@@ -76,7 +76,7 @@ def test_fp64_is_refused_where_transformers_own_code_fails_in_it() -> None:
     facts = discover(build_model(job), job)
     with pytest.raises(LegalityError, match="puts the least number of the dtype into fp32"):
         resolved(job, facts)
-    assert resolved(job, replace(facts, fp64_obstacle="")).dtypes.compute == "fp64"
+    assert resolved(job, replace(facts, unfit_dtypes={})).dtypes.compute == "fp64"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,35 @@ def test_masks_of_whole_sequences_refuse_context_ranks(model_type: str, reason: 
     assert reason in discover(build_model(job), job).supports(Axis.CONTEXT).reason
 
 
+def facts_of(model_type: str, task: str, **config: Any) -> ModelFacts:
+    job = toy_job(model_type, task, **config)
+    return discover(build_model(job), job)
+
+
+def test_what_is_dropped_of_without_rows_asks_for_a_microbatch() -> None:
+    """XLNet has positions in the first dim, Funnel drops of a table of angles; BERT's tensors begin with rows."""
+    for model_type, expected in (("xlnet", True), ("funnel", True), ("bert", False)):
+        task = "causal_lm" if model_type == "xlnet" else "masked_lm"
+        assert facts_of(model_type, task).drops_by_microbatch == expected
+
+
+def test_blocks_that_are_not_called_are_no_units() -> None:
+    """SqueezeBERT runs `layer.forward(...)`, past the hooks in which FSDP2 gathers."""
+    assert facts_of("squeezebert", "masked_lm").blocks == ()
+
+
+def test_logits_of_a_fixed_number_ask_for_as_many_tokens() -> None:
+    assert facts_of("perceiver", "masked_lm").fixed_logits == 16
+    assert facts_of("bert", "masked_lm").fixed_logits == 0
+
+
+def test_a_table_of_another_name_stands_where_it_is_used() -> None:
+    """T5's shared embeddings are called by the name of the encoder's, and a head of classes does not use them."""
+    stages = facts_of("t5", "token_classification").stages
+    assert stages.runs["transformer.shared"] == stages.runs["transformer.encoder.embed_tokens"] == (0,)
+    assert not any("shared" in name for name in stages.after)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "model_type"),
@@ -95,9 +124,11 @@ def test_masks_of_whole_sequences_refuse_context_ranks(model_type: str, reason: 
         ("causal_lm", "recurrent_gemma"),
         ("causal_lm", "rwkv"),
         ("masked_lm", "big_bird"),
+        ("seq2seq_lm", "encoder-decoder"),
         ("seq2seq_lm", "mt5"),
         ("seq2seq_lm", "nllb-moe"),
         ("seq2seq_lm", "t5gemma"),
+        ("token_classification", "t5"),
     ],
 )
 def test_agrees_on_stages_of_tensor_ranks(world_pool: WorldPool, tmp_path: Path, task: str, model_type: str) -> None:

@@ -76,6 +76,33 @@ class ChosenParameters(Net):
     block = Either
 
 
+class Ignoring(nn.Module):
+    """A block that makes nothing of what it is given beside hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, beside: Tensor) -> Tensor:
+        return h + self.inner(h).tanh()
+
+
+class IgnoredArgument(Net):
+    """Every block is given what a layer makes of the rows, and no block uses it: the layer has no gradient."""
+
+    block = Ignoring
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, beside = self.inlet(x), self.beside(x)
+        for block in self.blocks:
+            h = block(h, beside)
+        return self.outlet(h.mean(1))
+
+
 class ChosenBlocks(Net):
     """The data chooses the first or the second block, and whether the last runs."""
 

@@ -84,6 +84,11 @@ def test_what_a_rank_does_not_use_takes_part_with_zeros(
     assert max(world_pool.run(ranks, largest_errors, str(corpora), name, sections)) < 1e-9
 
 
+def test_weights_without_a_gradient_do_not_decay(world_pool: WorldPool, corpora: Path) -> None:
+    """FSDP2 would make zeros of the gradients of an argument that blocks ignore."""
+    assert max(world_pool.run(2, largest_errors, str(corpora), "IgnoredArgument", {})) < 1e-9
+
+
 def message_of(directory: str, name: str) -> str:
     run = set_up(job(directory, name), torch.device("cpu"))
     before = dict(run.model.whole_tensors())

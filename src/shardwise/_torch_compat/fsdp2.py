@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 # No public names: what a unit of FSDP2 is doing (torch 2.11 to 2.13), and its parameters.
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
@@ -31,6 +31,28 @@ def _let_shards_be_integers() -> None:
 
 if torch.__version__ < "2.12":
     _let_shards_be_integers()
+
+
+# No public name: FSDP2 passes what a unit is given through a function of autograd, which makes zeros of gradients that
+# nothing has sent. An optimizer would take these for gradients: weights that one process leaves alone would decay.
+class _PostBackward(_fsdp_param_group.RegisterPostBackwardFunction):  # type: ignore[misc]
+    if "setup_context" in vars(_fsdp_param_group.RegisterPostBackwardFunction):
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            _OfTorch.setup_context(ctx, inputs, output)
+
+    else:  # torch 2.11
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return _OfTorch.forward(ctx, *inputs)
+
+
+_OfTorch = _fsdp_param_group.RegisterPostBackwardFunction
+_fsdp_param_group.RegisterPostBackwardFunction = _PostBackward  # type: ignore[misc]
 
 
 # No public name: FSDP2 reduces gradients in a hook of autograd alone; torch's own pipeline stage reaches in like this.

@@ -267,14 +267,24 @@ def _set_dropout(config: PreTrainedConfig, probability: float) -> None:
 
 def _assign_dropout(config: PreTrainedConfig, probability: float) -> list[str]:
     """Set every dropout probability of `config` and of the configs inside it; return their names."""
-    names = []
-    for name, value in list(vars(config).items()):
+    fields = list(_dropout_fields(config))
+    for part, name, value in fields:
+        setattr(part, name, 0 if probability == 0 and isinstance(value, int) else probability)
+    return [name for _, name, _ in fields]
+
+
+def has_dropout(config: PreTrainedConfig) -> bool:
+    """Return whether a dropout probability of `config`, or of a config inside it, is not 0."""
+    return any(value for _, _, value in _dropout_fields(config))
+
+
+def _dropout_fields(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, float]]:
+    """Yield (config, name, value) of every dropout probability of `config` and of the configs inside it."""
+    for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            names += _assign_dropout(value, probability)
+            yield from _dropout_fields(value)
         elif DROPOUT_FIELD.search(name) and not OTHER_DROPOUT.search(name) and _is_number(value):
-            setattr(config, name, 0 if probability == 0 and isinstance(value, int) else probability)
-            names.append(name)
-    return names
+            yield config, name, value
 
 
 def _is_number(value: object) -> bool:

@@ -25,6 +25,7 @@ from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
+from shardwise.model.build import has_dropout
 from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.experts import (
     NUMBER,
@@ -102,10 +103,9 @@ def _discover(
     example: Mapping[str, Tensor] | None,
     hooks: Mapping[str, tuple[GradientHook, ...]],
 ) -> ModelFacts:
-    lists = find_block_lists(model)
-    blocks = [name for names in lists for name in names]
     config = _text_config(model)
-    forward = probe_forward(model, lists, job.data.sequence_length, example)
+    lists, forward = _probe(model, job.data.sequence_length, example)
+    blocks = [name for names in lists for name in names]
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     splits, tensor, heads_whole = _tensor_plan(model, config, forward)
@@ -116,7 +116,8 @@ def _discover(
     family = family_of(name)
     is_pretrained = isinstance(model, PreTrainedModel)
     return ModelFacts(
-        **_dtypes(model, job, example),
+        cast_arguments=() if example is None else arguments_to_cast(model, example),
+        unfit_dtypes={**unfit_dtypes(model, job.data.sequence_length), **family.unfit_dtypes},
         family=name,
         parameters=_count([model]),
         embedding_parameters=_embedding_parameters(model, ties, forward),
@@ -138,7 +139,6 @@ def _discover(
         heads_whole=heads_whole,
         vocabulary_parameters=vocabulary_parameters(model, forward.head),
         per_head_arguments=family.per_head_arguments,
-        fp64_obstacle=family.fp64_obstacle,
         linears=_linears(model, blocks),
         transposed_linears=frozenset(name for name, module in model.named_modules() if type(module) is Conv1D),
         fusible=fusible(model),
@@ -156,6 +156,20 @@ def _discover(
         **({} if is_pretrained else _writes(forward)),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )
+
+
+def _probe(
+    model: nn.Module, sequence_length: int, example: Mapping[str, Tensor] | None
+) -> tuple[list[list[str]], ForwardProbe]:
+    """Return the lists of blocks, and what a forward has shown.
+
+    Blocks whose forward is run without calling them (SqueezeBERT's) are none: no hook runs in which ranks gather.
+    """
+    lists = find_block_lists(model)
+    forward = probe_forward(model, lists, sequence_length, example)
+    if lists and forward.order is not None and not forward.block_calls:
+        return [], probe_forward(model, [], sequence_length, example)
+    return lists, forward
 
 
 def _tensor_plan(
@@ -200,14 +214,6 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
     }
 
 
-def _dtypes(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """Return which dtypes the forward does not take: of arguments, and of all parameters."""
-    return {
-        "cast_arguments": () if example is None else arguments_to_cast(model, example),
-        "unfit_dtypes": unfit_dtypes(model, job.data.sequence_length),
-    }
-
-
 def _coupling(
     model: nn.Module, config: Any, forward: ForwardProbe, example: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
@@ -221,11 +227,14 @@ def _coupling(
 
 
 def _drops_by_microbatch(model: nn.Module, forward: ForwardProbe, example: Mapping[str, Tensor] | None) -> bool:
-    """Return whether something is dropped of hidden states whose rows are not in the first dim, as in XLNet's."""
-    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    """Return whether something is dropped of what has no rows in its first dim: XLNet's hidden states, Funnel's angles.
+
+    A model of transformers with dropout is assumed to where its forward could not be probed.
+    """
+    if forward.order is None:
+        return isinstance(model, PreTrainedModel) and has_dropout(model.config)
     rows = next(map(len, example.values())) if example else ROWS
-    shapes = [] if forward.order is None else [shape for shape in forward.order.hidden if len(shape) > 2]
-    return (drops or forward.has_functional_dropout) and any(shape[0] % rows for shape in shapes)
+    return any(shape[0] % rows for shape in forward.dropped)
 
 
 def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
@@ -235,6 +244,7 @@ def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
         "head_has_bias": forward.head_has_bias,
         "has_attention_dropout": forward.has_attention_dropout,
         "has_functional_dropout": forward.has_functional_dropout,
+        "fixed_logits": forward.fixed_logits,
         "drops_blocks": forward.drops_blocks,
         "blocks_share_arguments": forward.blocks_share_arguments,
         "attention_arguments": forward.attention_arguments,

@@ -199,6 +199,7 @@ class ModelFacts:
     intermediate_size: int = 0
     vocabulary_size: int = 0
     max_positions: int | None = None
+    fixed_logits: int = 0  # positions of the logits, where these are not those of the tokens (Perceiver)
     padding_position: int | None = None  # id of padding, behind which positions are counted, as RoBERTa counts them
     sliding_window: int | None = None  # how far back attention sees, where some block's does not see everything
     head: str | None = None  # module name of the output projection, when its output is the model's last operation
@@ -234,7 +235,9 @@ class ModelFacts:
     effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
     couples_rows: bool = False  # rows of a microbatch change each other's numbers in the forward or its loss
-    drops_by_microbatch: bool = False  # dropout depends on the rows together: hidden states have them in another dim
+    drops_by_microbatch: bool = (
+        False  # dropout depends on the rows together: what it drops of has no rows in its first dim
+    )
     keeps_statistics: bool = False  # a user's module takes statistics of rows together, and keeps them in buffers
     reads_statistics: bool = False  # and its forward in training reads what it keeps there
     draws_numbers: bool = False  # the forward draws random numbers other than those of dropout
@@ -242,8 +245,8 @@ class ModelFacts:
     changes_numbers: bool = False  # a user's blocks change numbers that other code may read
     blocks_without_gradient: bool = False  # a user's blocks run where gradients are off: checkpoints with reentry
     cast_arguments: tuple[str, ...] = ()  # of a user's module, float ones that it cannot take in fp32 in 16 bits
-    unfit_dtypes: frozenset[str] = frozenset()  # of fp64 and bf16, in which a forward with weights in fp32 fails
-    fp64_obstacle: str = ""  # why transformers' own code does not train in fp64, as a clause about it
+    unfit_dtypes: Mapping[str, str] = field(default_factory=dict)  # fp64, bf16 (for fp16 too) -> why transformers' own
+    # code does not train in it, as a clause about that code
     activation_arguments: tuple[int | str, ...] = ()  # of the blocks, positions or names: what is made from weights
     sequence_parallel: Capability = SUPPORTED  # whether tensor ranks can share the sequence, where tensors are split
     block_traits: BlockTraits = PLAIN_BLOCK

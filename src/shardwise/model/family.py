@@ -63,7 +63,8 @@ class Family:
         block: what the shapes of its blocks' parameters do not show.
         settle: (model on the meta device, tokens of a sequence) -> None: does ahead what its forward would do to
             modules or weights, which ranks that hold a part of them cannot.
-        fp64_obstacle: why transformers' own code does not train in fp64, as a clause about it; empty where it does.
+        unfit_dtypes: `fp64` or `bf16` (for fp16 too) -> why transformers' own code does not train in it, as a clause
+            about that code.
     """
 
     model_types: tuple[str, ...]
@@ -75,4 +76,4 @@ class Family:
     experts: bool = False
     block: BlockTraits = PLAIN_BLOCK
     settle: Callable[[nn.Module, int], None] | None = None
-    fp64_obstacle: str = ""
+    unfit_dtypes: Mapping[str, str] = field(default_factory=dict)

@@ -50,7 +50,7 @@ from shardwise.model.user_state import tensors_in, user_namespaces, user_state_k
 
 Result = TypeVar("Result")
 Shapes = dict[tuple[str, int], tuple[int, ...]]  # of (module, number of its output)
-ROWS = 2
+ROWS = 13  # a prime too, and of few other lengths a divisor, so that a first dim that it divides is one of rows
 MOST_ELEMENTS = 2**24  # of a model that is run on random numbers, if its forward runs on nothing else
 POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
 # Where one refuses (a tensor that the constructor left on meta, a kernel for bf16 alone), the next is tried.
@@ -100,6 +100,7 @@ class ForwardProbe:
     head_has_bias: bool = False
     has_functional_dropout: bool = True
     has_attention_dropout: bool = True
+    dropped: frozenset[tuple[int, ...]] = frozenset()  # shapes of what is dropped of
     blocks_share_arguments: bool = False
     order: ExecutionOrder | None = None
     blocks_are_chain: bool = False  # each ran once, on the output of the one before
@@ -113,6 +114,7 @@ class ForwardProbe:
     attention_arguments: tuple[str, ...] = ()
     attention_calls: tuple[AttentionFacts, ...] = ()
     mixes_positions: bool = False  # by a convolution or a scan
+    fixed_logits: int = 0  # positions of the logits, where there are not as many as tokens
     handed_shape: tuple[int, ...] = ()  # of what the last block returns first; empty for no tensor
     takes_outer_gradient: bool = False  # the forward takes a gradient while no block runs
     blocks_without_gradient: bool = False  # blocks run where gradients are off, as in a checkpoint with reentry
@@ -302,14 +304,14 @@ def arguments_to_cast(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str,
     return tuple(floats if not takes(kept) else (name for name in floats if name not in kept))
 
 
-def unfit_dtypes(model: nn.Module, sequence_length: int) -> frozenset[str]:
-    """Return those of `fp64` and `bf16` in which the forward of a transformers model multiplies unlike dtypes.
+def unfit_dtypes(model: nn.Module, sequence_length: int) -> dict[str, str]:
+    """Return those of `fp64` and `bf16` in which the forward of a transformers model multiplies unlike dtypes -> why.
 
     transformers keeps some weights in fp32 whatever the dtype of the others. Most forwards cast them all the same; one
     that casts what it multiplies them by alone needs them in fp32. Models that keep none are not run.
     """
     if not getattr(model, "_keep_in_fp32_modules_strict", None):
-        return frozenset()
+        return {}
     inputs = token_inputs(model, min(POSITIONS, sequence_length))
 
     def is_unfit(dtype: torch.dtype) -> bool:
@@ -322,7 +324,8 @@ def unfit_dtypes(model: nn.Module, sequence_length: int) -> frozenset[str]:
             return False
         return False
 
-    return frozenset(name for name, dtype in (("fp64", torch.float64), ("bf16", torch.bfloat16)) if is_unfit(dtype))
+    reason = "keeps some weights in fp32 and multiplies them by what it has cast to fp32, which fails"
+    return {name: reason for name, dtype in (("fp64", torch.float64), ("bf16", torch.bfloat16)) if is_unfit(dtype)}
 
 
 class _UnlikeDtypesError(RuntimeError):
@@ -420,6 +423,7 @@ class _RecordedForward:
         self.draws = FixedScalarDraws(draw)
         self.draws_process_numbers = False
         self.attention = AttentionCalls()
+        self.is_of_tokens = True
         for block in (block for blocks in self.blocks for block in blocks):
             model.get_submodule(block.name).register_forward_pre_hook(block.record_arguments, with_kwargs=True)
             model.get_submodule(block.name).register_forward_hook(block.record_output)
@@ -439,6 +443,7 @@ class _RecordedForward:
     def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype, on_fakes: bool = True) -> ForwardProbe:
         """Run the forward, on fake tensors or else on random numbers, and return what was seen."""
         make = _fake if on_fakes else _drawn
+        self.is_of_tokens = "input_ids" in inputs
         with ExitStack() as stack:
             stack.enter_context(_quiet())
             if on_fakes:
@@ -460,6 +465,11 @@ class _RecordedForward:
             output = torch.func.functional_call(self.model, state, (), given)
             self.draws_process_numbers = were_drawn()
         return self._result(output)
+
+    def _fixed_logits(self, logits: Any) -> int:
+        """Return the positions of logits [B, positions, classes], where there are not as many as tokens; else 0."""
+        has_positions = isinstance(logits, Tensor) and logits.dim() == 3 and self.is_of_tokens
+        return logits.shape[1] if has_positions and logits.shape[1] != self.functions.positions else 0
 
     def _record_globals(self, module: nn.Module, args: Any, output: Any) -> None:
         tensors = tensors_in(self.namespaces)
@@ -486,6 +496,7 @@ class _RecordedForward:
             head_has_bias=is_last and self.head is not None and self.head.bias is not None,
             has_functional_dropout=functions.functional_dropout,
             has_attention_dropout=functions.attention_dropout,
+            dropped=frozenset(functions.dropped),
             blocks_share_arguments=are_chain and all(share_arguments(blocks) for blocks in self.blocks),
             order=self.order,
             blocks_are_chain=are_chain,
@@ -501,6 +512,7 @@ class _RecordedForward:
                 for call, module in zip(self.attention.calls, self.attention.modules, strict=True)
             ),
             mixes_positions=functions.mixes_positions,
+            fixed_logits=self._fixed_logits(logits),
             handed_shape=tuple(getattr(blocks[-1].outputs[0], "shape", ())) if blocks else (),
             outside_reads=tuple(sorted(functions.outside_reads)),
             takes_outer_gradient=functions.takes_outer_gradient,
@@ -536,6 +548,7 @@ class _FunctionCalls(TorchFunctionMode):
         self.logits_used = False
         self.functional_dropout = False
         self.attention_dropout = False
+        self.dropped: set[tuple[int, ...]] = set()
         self.mixes_positions = False
         self.matrix_parameters: set[str] = set()
         self._inside_module = 0
@@ -586,6 +599,7 @@ class _FunctionCalls(TorchFunctionMode):
         if not training or probability == 0:
             return
         self.functional_dropout |= self._inside_module == 0
+        self.dropped.add(tuple(tensor.shape))
         square = tensor.shape[-2:] == (self.positions, self.positions)
         self.attention_dropout |= square and (tensor.dim() == 4 or (tensor.dim() == 3 and tensor.shape[0] != ROWS))
 

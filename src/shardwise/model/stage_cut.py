@@ -204,12 +204,13 @@ def stage_facts(
     if obstacle:
         return StageFacts(order=order), refused(obstacle)
     last = len(blocks) - 1
-    runs = {name: tuple(sorted(places)) or (last,) for name, places in execution.places.items()}
-    behind = {name for name, phases in execution.phases.items() if phases <= {"after"}}
-    first = [name for name in runs if "before" in execution.phases[name]]
+    called = _called_owners(model, ties, execution)
+    runs = {name: tuple(sorted(execution.places[owner])) or (last,) for name, owner in called.items()}
+    behind = {name for name, owner in called.items() if execution.phases[owner] <= {"after"}}
+    first = [name for name, owner in called.items() if "before" in execution.phases[owner]]
     between = {name: runs[name] for name in runs if name not in behind and name not in first}
     stages = StageFacts(
-        before={name: _own_parameters(model, name) for name in first},
+        before={name: _own_parameters(model, name) if called[name] == name else 0 for name in first},
         after={name: _own_parameters(model, name) for name in runs if name in behind},
         between=_between(model, ties, between),
         placeholders={name: shape for name, shape in execution.placeholders.items() if shape and name not in behind},
@@ -222,6 +223,19 @@ def stage_facts(
         hidden=() if isinstance(model, PreTrainedModel) else next(iter(execution.hidden))[1:],
     )
     return stages, SUPPORTED
+
+
+def _called_owners(model: nn.Module, ties: Sequence[Sequence[str]], execution: ExecutionOrder) -> dict[str, str]:
+    """Return module -> itself, or the first that was called of those that own the same parameters, where it was not."""
+    owners = {name: [alias.rpartition(".")[0] for alias in group] for group in ties for name in group}
+    called = {name: name for name in execution.places}
+    for name, places in execution.places.items():
+        own = [leaf for leaf, _ in model.get_submodule(name).named_parameters(recurse=False)]
+        if places or not own or not all(f"{name}.{leaf}" in owners for leaf in own):
+            continue
+        others = owners[f"{name}.{own[0]}"]
+        called[name] = next((other for other in others if execution.places.get(other)), name)
+    return called
 
 
 def _uses(

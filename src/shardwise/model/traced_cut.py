@@ -48,12 +48,12 @@ def cut_by_trace(
     try:
         traced = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
         stages = _stages(facts, traced)
+        widest = max(boundary_elements(traced, piece) for piece in range(1, len(traced.pieces)))
     except Exception as error:  # torch raises anything where it cannot trace
         refusal = refused(f"{untraced.reason}, and its trace cannot be cut either: {failure_reason(error)}")
         return facts.with_capabilities({Axis.PIPELINE: refusal})
     sizes = {block.name: block for block in facts.blocks}
     rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
-    widest = max(boundary_elements(traced, piece) for piece in range(1, len(traced.pieces)))
     return replace(
         facts.with_capabilities(
             {Axis.PIPELINE: SUPPORTED, Axis.TENSOR: TRACED, Axis.CONTEXT: TRACED, Axis.EXPERT: TRACED}

@@ -652,7 +652,8 @@ def _build(job: Job, eager: bool) -> nn.Module:
     )
     if any(hasattr(module, "set_attention_type") for module in model.modules()):
         with torch.no_grad():  # the first forward exchanges modules (BigBird), whose dropout is known by name
-            model.eval()(torch.zeros(1, job.data.sequence_length, dtype=torch.long))
+            base: Any = model.eval().base_model
+            base(torch.zeros(1, job.data.sequence_length, dtype=torch.long))
     return model.train()
 
 

@@ -90,6 +90,10 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
+    "xmod": {"default_language": "en_XX"},
+    "lilt": {"hidden_size": 48, "channel_shrink_ratio": 2},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "visual_embed": False},
+    "perceiver": {"max_position_embeddings": 16},  # it has as many logits as positions
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "esm": {"vocab_size": VOCABULARY},
     "esmc": {"num_key_value_heads": 4},
@@ -175,6 +179,8 @@ def _small(config: Any) -> dict[str, Any]:
         inner = vars(config).get(name)
         if hasattr(inner, "to_dict"):
             values[name] = _small(inner)
+            if name == "decoder" and hasattr(inner, "add_cross_attention"):
+                values[name] |= {"is_decoder": True, "add_cross_attention": True}
     return values
 
 

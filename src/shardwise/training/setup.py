@@ -29,6 +29,7 @@ from shardwise.model.build import build_model, construct_user_module, user_facto
 from shardwise.model.construct import drawing_from
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
+from shardwise.model.probe import ROWS
 from shardwise.model.traced_cut import cut_by_trace
 from shardwise.model.weight_dtypes import with_file_dtypes
 from shardwise.parallel.apply import parallelize
@@ -334,5 +335,5 @@ def _constructed_weights(job: Job) -> dict[str, Tensor]:
 
 
 def _example(job: Job, data: TokenData) -> dict[str, Tensor]:
-    """Return what a user's module is called with for a sample."""
-    return call_arguments(job, data.train.batch([0], [0], 0))
+    """Return what the model is called with for a sample, in as many rows as tell a dim of rows from others."""
+    return call_arguments(job, data.train.batch([0] * ROWS, [0] * ROWS, 0))

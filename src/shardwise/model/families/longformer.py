@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from shardwise.model.family import Family
 
-FAMILY = Family(("longformer", "led"), fp64_obstacle="gives gradients that are not finite")
+FAMILY = Family(("longformer", "led"), unfit_dtypes={"fp64": "gives gradients that are not finite"})

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from shardwise.model.family import Family
 
-FAMILY = Family(("xglm", "fsmt"), fp64_obstacle="puts the least number of the dtype into fp32, which fails")
+FAMILY = Family(("xglm", "fsmt"), unfit_dtypes={"fp64": "puts the least number of the dtype into fp32, which fails"})

@@ -258,12 +258,14 @@ def split_vocabulary(
     """Split input embeddings and head (on the meta device) by rows of the vocabulary; None where they are not plain."""
     if not facts.vocabulary_parameters:
         return None
-    embedding, head = model.get_input_embeddings(), model.get_submodule(facts.head)
+    head = model.get_submodule(facts.head)
+    parts: list[nn.Parameter] = []
     parameter_splits: dict[str, ParameterSplit] = {}
     for parameter in [model.get_parameter(name) for name in facts.vocabulary_parameters]:
         shape = tuple(parameter.shape)
         parameter_split = tensor_split(shape, 0, shape[:1], layout)
         local = nn.Parameter(parameter.new_empty(parameter_split.local_shape()), requires_grad=parameter.requires_grad)
+        parts.append(local)
         for name, owner in model.named_modules():
             own = owner.named_parameters(recurse=False, remove_duplicate=False)
             for leaf in [leaf for leaf, candidate in own if candidate is parameter]:
@@ -273,7 +275,8 @@ def split_vocabulary(
     rows = chunk(parameter_split.shape[0], parameter_split.degree, parameter_split.index)
     vocabulary = VocabularyShard(layout.group(Axis.TENSOR), rows.start, rows.stop)
     for table in [table for table in model.modules() if isinstance(table, nn.Embedding)]:
-        if table.weight is embedding.weight:  # T5's stacks each have a module of their own for it
+        # T5's stacks each have a module of their own for it, and a decoder one that the head is tied to.
+        if any(table.weight is part for part in parts):
             _look_up_part(table, vocabulary)
     _gather_logits(head, parameter_split, vocabulary.group)
     return vocabulary, parameter_splits

@@ -18,9 +18,9 @@ def _narrow(d: Draft) -> str:
     return next((name for name, dtype in kept if dtype and BITS.get(dtype, 0) < BITS[d.compute]), "")
 
 
-def _is_unfit(d: Draft) -> bool:
-    """Return whether the model's forward needs some weights in fp32, and this job computes in another dtype."""
-    return ("bf16" if BITS[d.compute] == 16 else d.compute) in d.facts.unfit_dtypes
+def _obstacle(d: Draft) -> str:
+    """Return why the model's own code does not train in this job's compute dtype; empty where it does."""
+    return d.facts.unfit_dtypes.get("bf16" if BITS[d.compute] == 16 else d.compute, "")
 
 
 # fmt: off
@@ -37,15 +37,10 @@ RULES: tuple[Rule, ...] = (
          fix="use precision.compute bf16, or leave model.dtype out",
          because=lambda d: f"{_narrow(d)} is not trained and would be kept in {d.facts.kept_dtype(_narrow(d))}, and "
          f"this job computes in {d.compute}"),
-    Rule("fp32-weights", ("precision.compute",), "all weights are computed with in one dtype",
-         _is_unfit,
+    Rule("transformers-dtype", ("precision.compute",), "the model's own code has to train in that dtype",
+         _obstacle,
          fix="use fp32",
-         because=lambda d: f"transformers keeps some weights of {d.facts.family} in fp32, its forward multiplies them "
-         f"by what it has cast to fp32, and this job would compute with them in {d.compute}"),
-    Rule("transformers-fp64", ("precision.compute",), "the model's own code has to train in that dtype",
-         lambda d: d.compute == "fp64" and d.facts.fp64_obstacle,
-         fix="use fp32",
-         because=lambda d: f"transformers' own code of {d.facts.family} {d.facts.fp64_obstacle} in fp64"),
+         because=lambda d: f"transformers' own code of {d.facts.family} {_obstacle(d)} in {d.compute}"),
     Rule("grouped-fp64", ("precision.compute",), "grouped products of experts do not compute in fp64",
          lambda d: d.compute == "fp64" and d.facts.experts_grouped,
          fix="use fp32, or experts_implementation eager in the model's config"),

@@ -69,7 +69,7 @@ def _may_couple_rows(d: Draft) -> bool:
 
 def _coupling(d: Draft) -> str:
     if d.facts.drops_by_microbatch:
-        return "has hidden states whose rows are not in the first dim, so that dropout depends on the rows together"
+        return "drops of tensors without rows in their first dim, so that dropout depends on the rows together"
     if d.facts.couples_rows:
         return "or its loss gives other numbers for rows together than for each of them"
     if d.facts.draws_numbers:

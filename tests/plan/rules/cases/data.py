@@ -114,6 +114,13 @@ CASES = {
         "masked_lm",
     ),
     "positions": case({"data": {"sequence_length": 513}}, {"data": {"sequence_length": 512}}, "use at most 512"),
+    "logits": case(
+        {"data": {"sequence_length": 512}},
+        {"data": {"sequence_length": 256}},
+        "has logits for 256 positions, however many tokens; use 256",
+        CPU4,
+        replace(FACTS, fixed_logits=256),
+    ),
     **{
         f"data-{key.replace('_', '-')}": case(
             {"data": {"path": "p", key: value}}, {"data": {**CHAT, key: value}}, "set data.format to chat"

@@ -19,19 +19,12 @@ CASES = {
         CPU4,
         NARROW,
     ),
-    "fp32-weights": case(
+    "transformers-dtype": case(
         {"precision": {"compute": "fp16"}},
         {"precision": {"compute": "fp32"}},
-        "its forward multiplies them by what it has cast to fp32, and this job would compute with them in fp16",
+        "gives gradients that are not finite in fp16; use fp32",
         CPU4,
-        replace(FACTS, unfit_dtypes=frozenset({"bf16"})),
-    ),
-    "transformers-fp64": case(
-        {"precision": {"compute": "fp64"}},
-        {"precision": {"compute": "fp32"}},
-        "gives gradients that are not finite in fp64; use fp32",
-        CPU4,
-        replace(FACTS, fp64_obstacle="gives gradients that are not finite"),
+        replace(FACTS, unfit_dtypes={"bf16": "gives gradients that are not finite"}),
     ),
     "grouped-fp64": case(
         {"precision": {"compute": "fp64"}},
