@@ -104,6 +104,12 @@ def test_blocks_that_are_not_called_are_no_units() -> None:
     assert facts_of("squeezebert", "masked_lm").blocks == ()
 
 
+def test_a_tower_for_pictures_is_in_nobodys_way_where_there_is_text_alone() -> None:
+    facts = facts_of("gemma3", "causal_lm")
+    assert facts.supports(Axis.PIPELINE).ok and facts.supports(Axis.CONTEXT).ok
+    assert all(block.name.startswith("model.language_model.layers.") for block in facts.blocks)
+
+
 def test_logits_of_a_fixed_number_ask_for_as_many_tokens() -> None:
     assert facts_of("perceiver", "masked_lm").fixed_logits == 16
     assert facts_of("bert", "masked_lm").fixed_logits == 0

@@ -104,7 +104,7 @@ def _discover(
     hooks: Mapping[str, tuple[GradientHook, ...]],
 ) -> ModelFacts:
     config = _text_config(model)
-    lists, forward = _probe(model, job.data.sequence_length, example)
+    lists, forward = _probe(model, job, example)
     blocks = [name for names in lists for name in names]
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -159,17 +159,22 @@ def _discover(
 
 
 def _probe(
-    model: nn.Module, sequence_length: int, example: Mapping[str, Tensor] | None
+    model: nn.Module, job: Job, example: Mapping[str, Tensor] | None
 ) -> tuple[list[list[str]], ForwardProbe]:
     """Return the lists of blocks, and what a forward has shown.
 
-    Blocks whose forward is run without calling them (SqueezeBERT's) are none: no hook runs in which ranks gather.
+    Blocks whose forward is run without calling them (SqueezeBERT's) are none: no hook runs in which ranks gather. Nor
+    are those of a tower for pictures where a job has text alone (Gemma 3's).
     """
-    lists = find_block_lists(model)
-    forward = probe_forward(model, lists, sequence_length, example)
-    if lists and forward.order is not None and not forward.block_calls:
-        return [], probe_forward(model, [], sequence_length, example)
-    return lists, forward
+    lists, length = find_block_lists(model), job.data.sequence_length
+    forward = probe_forward(model, lists, length, example)
+    if forward.order is None:
+        return lists, forward
+    called = [names for names in lists if not set(forward.order.calls).isdisjoint(names)]
+    is_text = isinstance(model, PreTrainedModel) and job.model.task != "image_text_to_text"
+    if len(called) == len(lists) or (called and not is_text):
+        return lists, forward
+    return called, probe_forward(model, called, length, example)
 
 
 def _tensor_plan(
