@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from tools.structure import read_tree
+from tools.structure import nodes_of, read_tree
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
 HEAVY = ("torch", "transformers", "datasets", "plotly", "pydantic", "numpy")
@@ -47,7 +47,7 @@ def dotted(node: ast.expr) -> str:
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
     """(the name it is bound to, the full name of what is imported, line)."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.asname or alias.name.partition(".")[0], alias.name, node.lineno
@@ -68,7 +68,7 @@ def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
             modules[bound] = full_name if bound != "torch" else "torch"
             if is_private(full_name):
                 yield full_name, line
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = dotted(node.value)
             if node.attr.startswith(DOCUMENTED):
@@ -89,11 +89,11 @@ def torch_privates() -> frozenset[str]:
 
 def private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Uses of torch's private attributes on any object; an attribute that the file itself defines is its own."""
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(tree):
+    own = {node.name for node in nodes_of(tree) if isinstance(node, ast.FunctionDef)}
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
             own.add(node.attr)
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and node.attr in TORCH_PRIVATES and node.attr not in own:
             yield f"{ast.unparse(node.value)}.{node.attr}", node.lineno
 
@@ -103,7 +103,7 @@ def unsafe_reading(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for _, full_name, line in imports(tree):
         if full_name.partition(".")[0] in PICKLING:
             yield f"import of {full_name}", line
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if not isinstance(node, ast.Call):
             continue
         called = dotted(node.func)
@@ -123,7 +123,7 @@ def is_true(node: ast.expr | None) -> bool:
 
 
 def too_long(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             lines = node.end_lineno - node.lineno + 1
             if lines > LONGEST_FUNCTION:

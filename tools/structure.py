@@ -35,6 +35,12 @@ def read_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@functools.cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return all nodes of a syntax tree, which is walked once."""
+    return tuple(ast.walk(tree))
+
+
 def read_trees(source: Path) -> dict[str, ast.Module]:
     """Return the syntax tree of every module of the package, by dotted name."""
     files = sorted((source / PACKAGE).rglob("*.py"))
@@ -44,7 +50,7 @@ def read_trees(source: Path) -> dict[str, ast.Module]:
 def imported_modules(tree: ast.Module, modules: set[str]) -> set[str]:
     """Return the modules of the package that `tree` imports anywhere, deferred and type-only imports included."""
     targets: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             targets |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -103,7 +109,7 @@ def room_arrows(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
 def functions(trees: dict[str, ast.Module]) -> list[int]:
     """Return the length of every function in lines, ascending."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, kinds))
+    nodes = (node for tree in trees.values() for node in nodes_of(tree) if isinstance(node, kinds))
     return sorted((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes)
 
 
@@ -126,7 +132,7 @@ def docstrings(trees: dict[str, ast.Module]) -> Iterator[tuple[str, str]]:
     """Yield (module:object, docstring) of everything that has one."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for module, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, kinds) and (text := ast.get_docstring(node)):
                 yield f"{module}:{getattr(node, 'name', '')}", text
 
@@ -140,7 +146,7 @@ def vague_locals(trees: dict[str, ast.Module]) -> list[str]:
     """Return module:line of every local or parameter that one of `VAGUE_LOCALS` names."""
     places = []
     for module, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else None
             if name in VAGUE_LOCALS and not isinstance(getattr(node, "ctx", None), ast.Load):
                 places.append(f"{module}:{node.lineno}")

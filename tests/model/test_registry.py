@@ -19,7 +19,7 @@ from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.registry import family_of, known_families
 from tests.pages import python_blocks
-from tools.structure import read_tree
+from tools.structure import nodes_of, read_tree
 
 # transformers has no plan for BioGPT, and this package no file.
 [BIOGPT] = [block for block in python_blocks("how-to/extend.md") if "FAMILY = " in block]
@@ -98,7 +98,7 @@ def test_no_other_file_knows_a_model_type() -> None:
 def _strings() -> Iterator[tuple[str, str]]:
     """Yield (file, string) for every string constant of the package."""
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(read_tree(path)):
+        for node in nodes_of(read_tree(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield path.relative_to(SOURCE).as_posix(), node.value
 
@@ -108,7 +108,7 @@ def test_no_other_file_imports_models_of_transformers() -> None:
     importing = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
-        for node in ast.walk(read_tree(path))
+        for node in nodes_of(read_tree(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers.models.")
     }
     assert {file for file in importing if not file.startswith(("model/families", "smp"))} == {"model/fusible.py"}
