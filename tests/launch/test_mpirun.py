@@ -22,6 +22,7 @@ pytestmark = [
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 FAILING = """
 import os
+import signal
 
 import shardwise
 
@@ -29,6 +30,8 @@ import shardwise
 class Failing(shardwise.Callback):
     def on_step_end(self, session, record):
         if record["step"] == 2 and os.environ["RANK"] == "1":
+            if os.path.exists("dies"):
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("rank 1 has no more")
 """
 
@@ -66,6 +69,9 @@ def test_exit_codes_come_through_it(tmp_path: Path) -> None:
     mistaken = train(tmp_path, "out", MPIRUN, step=4)
     assert mistaken.returncode == 2, mistaken.stdout + mistaken.stderr
     assert "training.step" in mistaken.stderr and "Traceback" not in mistaken.stderr
-    failed = train(tmp_path, "out", MPIRUN, callbacks=["failing:Failing"])
-    assert failed.returncode not in (0, 2), failed.stdout + failed.stderr
-    assert "rank 1 has no more" in failed.stderr and "failing.py" in failed.stderr
+    failed = train(tmp_path, "failed", MPIRUN, callbacks=["failing:Failing"])
+    assert failed.returncode == 2, failed.stdout + failed.stderr
+    assert "error: rank 1: failing:Failing.on_step_end raised RuntimeError: rank 1 has no more" in failed.stderr
+    (tmp_path / "dies").touch()
+    died = train(tmp_path, "died", MPIRUN, callbacks=["failing:Failing"])
+    assert died.returncode not in (0, 2), died.stdout + died.stderr

@@ -5,6 +5,7 @@ Network namespaces stand for the containers' network; `/opt` of each is bound to
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -117,6 +118,8 @@ def run_by_mpirun(hosts: NamedHosts, wrapper: Sequence[str]) -> subprocess.Compl
     assert laid_out is not None
     inside = {name: text.replace(str(base), "/opt/ml") for name, text in laid_out.variables().items()}
     variables = variables_of(directory, "algo-1") | inside
+    if spec := importlib.util.find_spec("mpi4py"):  # which may lie in a place of its own
+        variables["PYTHONPATH"] += os.pathsep + str(Path(str(spec.origin)).parents[1])
     agent = directory / "rsh"  # in the place of sshd: what is to run on a host
     cases = "".join(
         f'  {name}) exec {shlex.join(hosts.inside(host, ["sh", "-c"], binds_of(directory, name)))} "$*";;\n'
