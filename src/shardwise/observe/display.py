@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -58,8 +58,8 @@ class DisplayConsole(Console):
     Open MPI gives each rank a terminal, whatever reads the output of mpirun, which may tag each line: none has a bar.
     """
 
-    def __init__(self, width: int | None = None) -> None:
-        super().__init__(width=width, force_terminal=False if OPEN_MPI in os.environ else None)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"force_terminal": False if OPEN_MPI in os.environ else None} | options)
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that is being handled."""
