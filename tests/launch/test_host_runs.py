@@ -101,7 +101,7 @@ def test_a_host_that_fails_before_they_meet_is_named_by_the_others(
     monkeypatch.setenv("PET_RDZV_CONF", "join_timeout=15")
     nowhere = "/proc/nowhere"
     ended = run_hosts(
-        tmp_path, 2, 1, "train", *KEYS, "--data.path", str(tmp_path / "corpus.txt"), XDG_CACHE_HOME=nowhere
+        tmp_path, 2, 2, "train", *KEYS, "--data.path", str(tmp_path / "corpus.txt"), XDG_CACHE_HOME=nowhere
     )
     assert [code for code, _ in ended] == [MISTAKE, MISTAKE], ended
     assert nowhere in ended[1][1] and "Traceback" not in ended[1][1]
