@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,7 +98,8 @@ def test_a_rank_stopped_on_another_host_is_named(hosts: Cluster) -> None:
     os.kill(processes[3], signal.SIGSTOP)
     try:
         for answer in told(ranks[:3]):
-            assert "timed out after" in answer["error"] and "missing rank 3 (last call" in answer["error"]
+            # Rank 2, which waits for it on its host, may be missing to the others too.
+            assert re.search(r"timed out after 6\.0 s: missing (rank 2 \(.*\); )?rank 3 \(last call", answer["error"])
             assert answer["after"] < TIMEOUT + 2
     finally:
         os.kill(processes[3], signal.SIGCONT)

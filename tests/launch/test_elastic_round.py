@@ -10,7 +10,6 @@ import pytest
 from shardwise.errors.exit_codes import FAULT, MISTAKE
 from shardwise.launch.elastic_round import (
     FIRST_CALL_SECONDS,
-    MEETING_SECONDS,
     PATIENCE,
     ElasticRound,
     Heartbeat,
@@ -141,7 +140,7 @@ def test_a_host_that_was_told_to_stop_is_not_waited_for() -> None:
 def test_too_few_hosts_are_waited_for_and_then_given_up() -> None:
     hosts, _ = started(least=2)
     hosts.say(0, outcome=FAILED)
-    decided = hosts.pass_time(MEETING_SECONDS, silent=(1, 2))
+    decided = hosts.pass_time(hosts.keeper.join_seconds, silent=(1, 2))
     assert decided is not None and decided.final is None
     decided = hosts.pass_time(PATIENCE + 2, silent=(1, 2))
     assert decided is not None and decided.final is not None and "1 of the at least 2 hosts" in decided.final.message

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors.exit_codes import FAULT
+from shardwise.errors.exit_codes import FAULT, MISTAKE
 
 KEYS = [
     "--model.config", '{"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32}',
@@ -90,3 +90,19 @@ def test_a_failure_on_one_host_ends_all_with_its_words(tmp_path: Path) -> None:
     assert [code for code, _ in ended] == [FAULT, FAULT]
     assert "RuntimeError: of rank 3" in ended[1][1]
     assert "host 1 failed: " in ended[0][1] and "RuntimeError: of rank 3" in ended[0][1]
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_before_they_meet_is_named_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells them where they wait already; else they do so until the bound."""
+    (tmp_path / "corpus.txt").write_text("all work and no play makes jack a dull boy\n" * 300)
+    monkeypatch.setenv("PET_RDZV_CONF", "join_timeout=15")
+    nowhere = "/proc/nowhere"
+    ended = run_hosts(
+        tmp_path, 2, 2, "train", *KEYS, "--data.path", str(tmp_path / "corpus.txt"), XDG_CACHE_HOME=nowhere
+    )
+    assert [code for code, _ in ended] == [MISTAKE, MISTAKE], ended
+    assert nowhere in ended[1][1] and "Traceback" not in ended[1][1]
+    assert f"host 1 failed: {nowhere}" in ended[0][1] or "host 1 of 2 did not come to 127.0.0.1:" in ended[0][1]

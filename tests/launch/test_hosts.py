@@ -98,6 +98,16 @@ def test_hosts_may_come_and_go() -> None:
         read_host(TRAINJOB | {"PET_NNODES": "4:2"})
 
 
+def test_how_long_hosts_wait_for_one_another() -> None:
+    confs = {"": 900, "timeout=5,join_timeout=60": 60, "last_join_timeout=7": 900}
+    hosts = [read_host(TRAINJOB | {"PET_RDZV_CONF": conf}) for conf in confs]
+    assert [host and host.join_seconds for host in hosts] == [*confs.values()]
+    with pytest.raises(
+        MachineError, match="PET_RDZV_CONF=join_timeout=soon: join_timeout=soon is no number of seconds"
+    ):
+        read_host(TRAINJOB | {"PET_RDZV_CONF": "join_timeout=soon"})
+
+
 def test_pods_of_an_elastic_pytorchjob_are_numbered_by_their_names() -> None:
     """The operator sets a range and a meeting point, and neither RANK nor PET_NODE_RANK."""
     variables = {

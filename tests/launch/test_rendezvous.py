@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from shardwise.errors import DataError, MachineError, ShardwiseError, WorkerError
 from shardwise.launch import rendezvous
 from shardwise.launch.hosts import HostEnvironment
-from shardwise.launch.rendezvous import HostRendezvous, LoopbackRendezvous, rendezvous_of
+from shardwise.launch.rendezvous import HostRendezvous, LoopbackRendezvous, failure_told, rendezvous_of
 
 
-def host(index: int, port: int, hosts: int = 2) -> HostEnvironment:
-    return HostEnvironment(index, hosts, 1, "127.0.0.1", port, "a test")
+def host(index: int, port: int, hosts: int = 2, join_seconds: float = 60.0) -> HostEnvironment:
+    return HostEnvironment(index, hosts, 1, "127.0.0.1", port, "a test", join_seconds=join_seconds)
+
+
+def all_at_once(*calls: Callable[[], Any]) -> list[Future[Any]]:
+    """Return what calls of several hosts, which wait for one another, have come to."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [threads.submit(call) for call in calls]
+
+
+def meet(hosts: list[HostRendezvous]) -> list[RendezvousInfo]:
+    return [met.result() for met in all_at_once(*(handler.next_rendezvous for handler in hosts))]
 
 
 @pytest.fixture
@@ -49,7 +63,7 @@ def test_one_host_meets_nobody(port: int) -> None:
 
 def test_hosts_meet_at_host_0(hosts: list[HostRendezvous], port: int) -> None:
     assert isinstance(rendezvous_of(host(1, port)), HostRendezvous)
-    first, second = (handler.next_rendezvous() for handler in hosts)
+    first, second = meet(hosts)
     assert [(met.rank, met.world_size) for met in (first, second)] == [(0, 2), (1, 2)]
     assert second.bootstrap_store_info.master_port == port
     first.store.set("key", "value")
@@ -63,8 +77,7 @@ def test_hosts_meet_at_host_0(hosts: list[HostRendezvous], port: int) -> None:
 def test_the_first_failure_is_heard_on_all_hosts(
     hosts: list[HostRendezvous], error: ShardwiseError, kind: type[ShardwiseError]
 ) -> None:
-    for handler in hosts:
-        handler.next_rendezvous()
+    meet(hosts)
     hosts[0].raise_others_failure()  # nobody has failed
     error.exit_code = 77
     hosts[1].tell_failure(error)
@@ -78,24 +91,46 @@ def test_the_first_failure_is_heard_on_all_hosts(
 def test_a_host_that_has_met_nobody_says_and_hears_nothing(hosts: list[HostRendezvous]) -> None:
     hosts[0].tell_failure(WorkerError("died"))
     hosts[0].raise_others_failure()
-    hosts[0].next_rendezvous()
-    hosts[1].next_rendezvous()
+    meet(hosts)
     hosts[1].raise_others_failure()
 
 
 def test_host_0_may_be_gone(hosts: list[HostRendezvous]) -> None:
-    for handler in hosts:
-        handler.next_rendezvous()
+    meet(hosts)
     hosts[0].shutdown()
     hosts[1].tell_failure(WorkerError("died"))  # nobody is left who would listen
     with pytest.raises(WorkerError, match=r"host 0 \(127\.0\.0\.1\) is gone: its store does not answer"):
         hosts[1].raise_others_failure()
 
 
-def test_hosts_that_do_not_meet_say_where_they_tried(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "MEETING_SECONDS", 0.1)
+def test_hosts_say_for_whom_they_wait_and_for_how_long(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Host 2 of three never comes."""
+    made = [HostRendezvous(host(index, port, hosts=3, join_seconds=1.0 + index)) for index in range(2)]
+    for waited in all_at_once(*(handler.next_rendezvous for handler in made)):
+        with pytest.raises(MachineError, match=r"host 2 of 3 did not come to 127\.0\.0\.1:\d+ within 1 s of host 0"):
+            waited.result()
+    said = r"note: host 0 waits for hosts? (1, )?2 of 3: since 0 s, for 1 s more at most \(PET_RDZV_CONF=join_timeout"
+    assert re.search(said, capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_host_that_fails_before_the_meeting_is_heard(port: int, failed: int) -> None:
+    error = DataError("its disk is full")
+    waiting = HostRendezvous(host(1 - failed, port))
+
+    def fail() -> None:
+        with failure_told(host(failed, port)):
+            raise error
+
+    waited, told = all_at_once(waiting.next_rendezvous, fail)
+    assert told.exception() is error
+    with pytest.raises(DataError, match=f"host {failed} failed: its disk is full"):
+        waited.result()
+
+
+def test_hosts_that_do_not_meet_say_where_they_tried(port: int) -> None:
     with pytest.raises(MachineError, match=f"host 1 of 2 could not meet host 0 at 127.0.0.1:{port} .from a test.:"):
-        HostRendezvous(host(1, port)).next_rendezvous()
+        HostRendezvous(host(1, port, join_seconds=0.1)).next_rendezvous()
     with socket.socket() as other:
         other.bind(("", port))
         other.listen()

@@ -80,6 +80,13 @@ def test_plain_lines_hold_the_figures_and_no_control_characters() -> None:
     assert not re.search(r"[\x00-\x1f\x7f]", "".join(lines))
 
 
+def test_ranks_of_mpirun_have_no_bar_though_it_gives_them_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal does
+    assert DisplayConsole().is_terminal
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert not DisplayConsole().is_terminal
+
+
 def test_log_every_thins_the_lines_but_keeps_first_and_last() -> None:
     records = [step_record(step) for step in range(1, 8)]
     lines = plain_lines(records, training={"steps": 7}, observe={"log_every": 3})

@@ -5,18 +5,22 @@ Network namespaces stand for the containers' network; `/opt` of each is bound to
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.cluster import obstacle
 from shardwise.observe.log_patterns import METRIC_PATTERNS
+from shardwise.sagemaker.container import find_container
 from tests.launch.named_hosts import ROOT, NamedHosts
 from tests.sagemaker.layouts import lay_out
 
@@ -64,6 +68,22 @@ def container(directory: Path, name: str) -> Path:
     return directory / name / "ml"
 
 
+def binds_of(directory: Path, name: str) -> dict[str, Path]:
+    """Return what a host has at other places."""
+    return {"/opt": directory / name, SHARED: directory / "shared"}
+
+
+def variables_of(directory: Path, name: str) -> dict[str, str]:
+    """Return the variables of a host's processes."""
+    return {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}/opt/ml/input/data/job",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "XDG_CACHE_HOME": str(directory / f"cache-{name}"),
+        "TRAINING_JOB_NAME": "four",
+    }
+
+
 TRAIN = ["-m", "shardwise", "train"]
 
 
@@ -86,17 +106,57 @@ STARTS: dict[str, Callable[[int], tuple[list[str], dict[str, str]]]] = {
 }
 
 
+MPI_OPTIONS = """--allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include eth0
+    -mca oob_tcp_if_include eth0 -mca plm_rsh_no_tree_spawn 1 -bind-to none -map-by slot -mca pml ob1 -mca btl ^openib
+    -mca orte_abort_on_non_zero_status 1 -mca btl_vader_single_copy_mechanism none -x NCCL_MIN_NRINGS=4"""
+
+
+def run_by_mpirun(hosts: NamedHosts, wrapper: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Start the ranks as the training toolkit does: from the first host, whose variables the others get too."""
+    directory, base = hosts.directory, container(hosts.directory, "algo-1")
+    laid_out = find_container({"SAGEMAKER_BASE_DIR": str(base)})
+    assert laid_out is not None
+    inside = {name: text.replace(str(base), "/opt/ml") for name, text in laid_out.variables().items()}
+    variables = variables_of(directory, "algo-1") | inside
+    if spec := importlib.util.find_spec("mpi4py"):  # which may lie in a place of its own
+        variables["PYTHONPATH"] += os.pathsep + str(Path(str(spec.origin)).parents[1])
+    agent = directory / "rsh"  # in the place of sshd: what is to run on a host
+    cases = "".join(
+        f'  {name}) exec {shlex.join(hosts.inside(host, ["sh", "-c"], binds_of(directory, name)))} "$*";;\n'
+        for host, name in enumerate(NAMES)
+    )
+    agent.write_text(f'#!/bin/sh\nname="$1"; shift\ncase "$name" in\n{cases}esac\n')
+    agent.chmod(0o755)
+    names = ",".join(f"{name}:1" for name in sorted(NAMES))
+    kept = [word for name in (*variables, "PATH") for word in ("-x", name)]
+    options = ["-mca", "plm_rsh_agent", str(agent), *MPI_OPTIONS.split(), *kept]
+    command = ["mpirun", "--host", names, "-np", "4", *options, sys.executable, *wrapper, *TRAIN]
+    words = hosts.inside(NAMES.index("algo-1"), command, binds_of(directory, "algo-1"))
+    environment = os.environ | variables
+    return subprocess.run(words, cwd=directory, env=environment, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI's mpirun is not installed (openmpi-bin)")
+@pytest.mark.parametrize("wrapper", [[], ["-m", "mpi4py"]], ids=["python", "mpi4py"])
+def test_a_real_mpirun_starts_the_ranks_of_four_containers(
+    hosts: NamedHosts, tmp_path: Path, wrapper: list[str]
+) -> None:
+    if wrapper:
+        pytest.importorskip("mpi4py", reason="the toolkit starts scripts by mpi4py, which is not installed")
+    done = run_by_mpirun(hosts, wrapper)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 cpu ranks" in done.stdout and "step 4/4" in done.stdout
+    assert "config.json" in [path.name for path in (container(tmp_path, "algo-1") / "model").iterdir()]
+    assert not any((container(tmp_path, name) / "output" / "failure").exists() for name in NAMES)
+
+
 def run(hosts: NamedHosts, start: str = "shardwise train") -> dict[str, tuple[int, str]]:
     """Start every container; return exit code and output by host."""
     directory, started = hosts.directory, {}
-    path = f"{ROOT / 'src'}{os.pathsep}/opt/ml/input/data/job"
-    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for host, name in enumerate(NAMES):
-        binds = {"/opt": directory / name, SHARED: directory / "shared"}
         command, of_start = STARTS[start](sorted(NAMES).index(name))
-        words = hosts.inside(host, [sys.executable, *command], binds)
-        of_host = {"XDG_CACHE_HOME": str(directory / f"cache-{name}"), "TRAINING_JOB_NAME": "four"}
-        variables = os.environ | own | of_start | of_host
+        words = hosts.inside(host, [sys.executable, *command], binds_of(directory, name))
+        variables = os.environ | variables_of(directory, name) | of_start
         started[name] = subprocess.Popen(
             words, env=variables, cwd=directory / name, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

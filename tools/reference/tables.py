@@ -100,6 +100,7 @@ ENVIRONMENT_VARIABLES = {
     "PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT": "torchrun's options as "
     "TrainJob, PyTorchJob and JobSet give them to a pod; without LOCAL_RANK this process starts the ranks of its host. "
     "PET_NNODES=2:4: hosts may come and go, as long as there are two",
+    "PET_RDZV_CONF": "torchrun's; of it `join_timeout=SECONDS`: how long hosts wait for one another. Unset: 900",
     "JOB_COMPLETION_INDEX": "Kubernetes' number of a pod, where PET_NODE_RANK is not set",
     "PET_RDZV_ENDPOINT, HOSTNAME": "where pods of a PyTorchJob with elasticPolicy meet (`run-worker-0:23456`), and the "
     "name that numbers one of them (`run-worker-2`), where nothing else does",

@@ -28,6 +28,7 @@ from shardwise.launch.expected_world import engine_problem, expected_world, worl
 from shardwise.launch.hosts import HostEnvironment, detect_host
 from shardwise.launch.job_group import Say, job_group, usable_backend
 from shardwise.launch.local import refuse_unguarded_script, run_local
+from shardwise.launch.rendezvous import failure_told
 from shardwise.launch.signals import Forwarding
 from shardwise.launch.watch.watcher import WatchSettings
 from shardwise.model.adapter_config import with_adapter
@@ -70,13 +71,36 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     """
     refuse_unguarded_script("shardwise.train")
     place, host, job = detect(), detect_host(), with_adapter(with_format(after_restart(require_job(job, "train"))))
+    say = say if is_first_process() else _silent
+    with ExitStack() as stack:
+        with failure_told(host):
+            _check(job, place, host, notes, say, callbacks)
+            is_elastic = host is not None and host.least_hosts is not None
+            if not is_elastic:
+                plan, backend = _made_ready(job, place, host, say)
+                stack.enter_context(claim_output(job) if is_first_process() else nullcontext())
+        if host is not None and is_elastic:
+            return _train_on_elastic_hosts(job, say, callbacks, host)
+        if place is not None:
+            return _worker(job, plan.world.device_type, backend, callbacks)
+        restarts = 0 if host is not None and host.hosts > 1 else job.parallel.max_restarts
+        return _run_workers(job, plan, backend, say, callbacks, host=host, max_restarts=restarts)
+
+
+def _check(
+    job: Job,
+    place: RankEnvironment | None,
+    host: HostEnvironment | None,
+    notes: Iterable[str],
+    say: Say,
+    callbacks: Sequence[Callback],
+) -> None:
+    """Refuse what can be refused without a plan, and say what a user is to know."""
     check_user_code(job, callbacks)
-    is_reporting_rank = is_first_process()
-    say = say if is_reporting_rank else _silent
     is_elastic = host is not None and host.least_hosts is not None
     if not is_elastic:
         refuse_memory(job)
-    if is_reporting_rank:
+    if is_first_process():
         if not is_elastic:  # a host that comes back finds the run's own checkpoints
             check_output(job)
         require_extras(job)
@@ -85,14 +109,6 @@ def train(job: Job, notes: Iterable[str] = (), say: Say = print, callbacks: Sequ
     if place is None:  # the ranks of a launcher find out together: one that ended early would leave the others waiting
         check_resume(job)
         check_can_be_sent(callbacks)
-    if host is not None and host.least_hosts is not None:
-        return _train_on_elastic_hosts(job, say, callbacks, host)
-    plan, backend = _made_ready(job, place, host, say)
-    with claim_output(job) if is_reporting_rank else nullcontext():
-        if place is not None:
-            return _worker(job, plan.world.device_type, backend, callbacks)
-        restarts = 0 if host is not None and host.hosts > 1 else job.parallel.max_restarts
-        return _run_workers(job, plan, backend, say, callbacks, host=host, max_restarts=restarts)
 
 
 def _made_ready(job: Job, place: RankEnvironment | None, host: HostEnvironment | None, say: Say) -> tuple[Plan, str]:

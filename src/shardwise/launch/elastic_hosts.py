@@ -25,7 +25,6 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from shardwise.errors import MachineError, ShardwiseError, WorkerError
 from shardwise.errors.exit_codes import FAULT
 from shardwise.launch.elastic_round import (
-    MEETING_SECONDS,
     PATIENCE,
     ElasticRound,
     Heartbeat,
@@ -36,6 +35,7 @@ from shardwise.launch.hosts import HostEnvironment
 from shardwise.launch.interrupt import asked_by_signal
 from shardwise.launch.reach import reach
 from shardwise.launch.rendezvous import HostRendezvous, error_named, rendezvous_of
+from shardwise.launch.said_wait import SaidWait
 
 LOOK_SECONDS = 0.25
 HEARTBEAT, ROUND = "elastic/host/{}", "elastic/round"
@@ -77,7 +77,9 @@ class ElasticHosts:
         self._round: ElasticRound | None = None
         self._heard = time.monotonic()
         self._store: dist.Store | None = None
-        self._keeper = RoundKeeper(host.least_hosts, host.hosts, max_restarts, self._serve_ranks)
+        self._keeper = RoundKeeper(
+            host.least_hosts, host.hosts, max_restarts, self._serve_ranks, join_seconds=host.join_seconds
+        )
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._talk, name="shardwise-hosts", daemon=True)
         self._directory = tempfile.TemporaryDirectory(prefix="shardwise-hosts-")
@@ -118,6 +120,7 @@ class ElasticHosts:
             ShardwiseError: the run has failed; as the host that failed ends with.
             WorkerError: host 0 is not there, or does not come back.
         """
+        wait = SaidWait(self.host)
         while True:
             current = self._round
             if current is not None and current.final is not None:
@@ -127,12 +130,13 @@ class ElasticHosts:
                 self.first_round = current.number if self._own.round < 0 else self.first_round
                 self._tell(round=current.number, outcome=None)
                 return current
-            if time.monotonic() - self._heard > MEETING_SECONDS:
-                host = self.host
+            host = self.host
+            if time.monotonic() - self._heard > host.join_seconds:
                 raise WorkerError(
                     f"host 0 does not answer at {host.master_address}:{host.master_port} (from {host.launcher}); check "
                     "that it runs, and that hosts reach each other"
                 )
+            wait.say(self._missing())
             time.sleep(LOOK_SECONDS / 2)
 
     def place_in(self, current: ElasticRound) -> HostEnvironment:
@@ -144,6 +148,7 @@ class ElasticHosts:
             hosts=len(members),
             master_port=current.port,
             least_hosts=None,
+            join_seconds=ROUND_TIMEOUT.total_seconds(),
         )
 
     def rendezvous(self, current: ElasticRound) -> RendezvousHandler:
@@ -166,6 +171,13 @@ class ElasticHosts:
         if current.number > number or not self._takes_part(current):
             return "the others have gone on without this host"
         return current.interrupted if current.final is None else current.final.message
+
+    def _missing(self) -> str:
+        """Return for whom this host waits before a round."""
+        host = self.host
+        if time.monotonic() - self._heard > PATIENCE:
+            return f"host 0, which does not answer at {host.master_address}:{host.master_port}"
+        return f"hosts to begin with, {host.least_hosts} of {host.hosts} at least"
 
     # ---- the thread
 
@@ -239,6 +251,8 @@ class ElasticHosts:
 class RoundRendezvous(HostRendezvous):
     """The hosts of one round, which may be interrupted."""
 
+    of_absent_host = WorkerError  # no mistake of the user: it was there when the round began
+
     def __init__(self, host: HostEnvironment, hosts: ElasticHosts) -> None:
         super().__init__(host)
         self._elastic = hosts
@@ -253,7 +267,7 @@ class RoundRendezvous(HostRendezvous):
             raise WorkerError(self._elastic.interruption)
         super().raise_others_failure()
 
-    def _meet(self) -> dist.Store:
+    def _meet(self, wait: SaidWait) -> dist.Store:
         host, own = self.host, self._elastic.ranks_store
         if host.index == 0 and own is not None:
             return own

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.errors.exit_codes import MISTAKE
+from shardwise.launch.hosts import JOIN_SECONDS
 from shardwise.words import listed
 
 PATIENCE = 10.0  # seconds without a heartbeat after which a host is gone
 FIRST_CALL_SECONDS = 30.0  # for more than the fewest hosts to come to the first round
-MEETING_SECONDS = 15 * 60.0  # for the fewest hosts to be there
 NO_SNAPSHOT = -1
 
 
@@ -92,6 +92,7 @@ class RoundKeeper:
         least, most: hosts of a round.
         max_restarts: rounds that may end in a fault although no host went away.
         serve: begins the store of a round's ranks and returns its port.
+        join_seconds: for the fewest hosts to be there.
     """
 
     least: int
@@ -99,6 +100,7 @@ class RoundKeeper:
     max_restarts: int
     serve: Callable[[], int]
     clock: Callable[[], float] = time.monotonic
+    join_seconds: float = JOIN_SECONDS
     round: ElasticRound | None = None
     restarts: int = 0
     _known: dict[int, tuple[Heartbeat, float]] = field(default_factory=dict)  # by host, with when it last changed
@@ -198,7 +200,7 @@ class RoundKeeper:
         if len(waiting) < self.least:
             self._since = None
             self._waits = now if self._waits is None else self._waits
-            if now - self._waits > MEETING_SECONDS:
+            if now - self._waits > self.join_seconds:
                 self._give_up(waiting)
             return
         self._since = now if self._since is None else self._since
@@ -225,7 +227,7 @@ class RoundKeeper:
     def _give_up(self, waiting: list[int]) -> None:
         message = (
             f"{len(waiting)} of the at least {self.least} hosts that PET_NNODES asks for are there after "
-            f"{MEETING_SECONDS:.0f} s; start the others, or allow fewer"
+            f"{self.join_seconds:.0f} s; start the others, or allow fewer"
         )
         ended = ElasticRound(0, {}) if self.round is None else self.round
         self.round = replace(ended, final=HostOutcome("failed", "MachineError", message, MISTAKE))

@@ -13,7 +13,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.errors import MachineError
@@ -30,6 +30,8 @@ from shardwise.launch.variables import (
 
 TORCHRUN_PORT = 29_500
 SAGEMAKER_PORT = 7777
+JOIN_SECONDS = 15 * 60.0  # a scheduler may start hosts and their names minutes apart
+JOIN_TIMEOUT = re.compile(r"(?:^|,)\s*join_timeout\s*=\s*([^,]*)")  # in PET_RDZV_CONF
 OF_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_RANK")  # only ranks have them
 
 
@@ -44,6 +46,7 @@ class HostEnvironment:
         master_address, master_port: of host 0, where the hosts meet.
         launcher: who has set the variables, for messages.
         least_hosts: with how many the job goes on, where hosts come and go; None: all of them stay.
+        join_seconds: for which hosts wait for one another.
     """
 
     index: int
@@ -53,6 +56,7 @@ class HostEnvironment:
     master_port: int
     launcher: str
     least_hosts: int | None = None
+    join_seconds: float = JOIN_SECONDS
 
     def refuse_elastic(self, what: str) -> None:
         """Refuse hosts that come and go for what they cannot be used for.
@@ -85,8 +89,21 @@ def read_host(variables: Mapping[str, str]) -> HostEnvironment | None:
         host = reader(variables)
         if host is not None:
             _check(host)
-            return host
+            return replace(host, join_seconds=_join_seconds(variables))
     return None
+
+
+def _join_seconds(variables: Mapping[str, str]) -> float:
+    """Read torchrun's option for how long hosts wait for one another: `join_timeout=60`, among others."""
+    found = JOIN_TIMEOUT.search(variables.get("PET_RDZV_CONF", ""))
+    if found is None:
+        return JOIN_SECONDS
+    if not found[1].strip().isdecimal() or not int(found[1]):
+        raise MachineError(
+            f"PET_RDZV_CONF={variables['PET_RDZV_CONF']}: join_timeout={found[1]} is no number of seconds from 1; "
+            f"use e.g. join_timeout={JOIN_SECONDS:.0f}"
+        )
+    return float(found[1])
 
 
 def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,10 +21,14 @@ from shardwise.errors import MachineError, ShardwiseError, WorkerError
 from shardwise.launch import loopback
 from shardwise.launch.hosts import HostEnvironment
 from shardwise.launch.reach import reach
+from shardwise.launch.said_wait import SaidWait
 from shardwise.launch.watch.hosts import HostExchange
+from shardwise.words import listed
 
-MEETING_SECONDS = 15 * 60  # a scheduler may start hosts and their names minutes apart
 FAILURE_KEY = "shardwise/failure"
+ARRIVED_KEY = "shardwise/arrived/{}"  # of a host
+LOOK_SECONDS = 0.1
+EARLY_SECONDS = 2.0  # that a host which has failed looks for host 0
 LAST_LOOK_SECONDS = 1.0  # for which host 0 keeps the store after its failure, so that others read why
 
 
@@ -31,6 +37,17 @@ def rendezvous_of(host: HostEnvironment | None) -> RendezvousHandler:
     if host is None or host.hosts == 1:
         return LoopbackRendezvous(uuid.uuid4().hex)
     return HostRendezvous(host)
+
+
+@contextmanager
+def failure_told(host: HostEnvironment | None) -> Iterator[None]:
+    """Tell the other hosts of a job why this one fails before it has met them; hosts that come and go do without it."""
+    try:
+        yield
+    except ShardwiseError as error:
+        if host is not None and host.hosts > 1 and host.least_hosts is None:
+            HostRendezvous(host).tell_early_failure(error)
+        raise
 
 
 def exchange_of(rendezvous: RendezvousHandler) -> HostExchange | None:
@@ -84,6 +101,8 @@ class LoopbackRendezvous(KnownRendezvous):
 class HostRendezvous(KnownRendezvous):
     """Several hosts: host 0 serves a store at the address that the scheduler gave, the others come to it."""
 
+    of_absent_host: type[ShardwiseError] = MachineError
+
     def __init__(self, host: HostEnvironment) -> None:
         self.host = host
 
@@ -99,15 +118,49 @@ class HostRendezvous(KnownRendezvous):
         return "shardwise"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other hosts.
+        """Meet the other hosts, all of them.
 
         Raises:
-            MachineError: host 0 does not come in time, or its port is taken.
+            MachineError: a host does not come in time, or the port of host 0 is taken.
+            ShardwiseError: a host has failed; as that host ends with.
         """
-        host = self.host
-        self._store = store = self._meet()
+        host, wait = self.host, SaidWait(self.host)
+        self._store = store = self._meet(wait)
+        store.set(ARRIVED_KEY.format(host.index), "")
+        self._await_others(store, wait)
         address = RendezvousStoreInfo(host.master_address, host.master_port)
         return RendezvousInfo(dist.PrefixStore("hosts", store), host.index, host.hosts, address)
+
+    def _await_others(self, store: dist.Store, wait: SaidWait) -> None:
+        while missing := self._missing(store):
+            self.raise_others_failure()
+            whom = f"host{'s' * (len(missing) > 1)} {listed(map(str, missing))} of {self.host.hosts}"
+            if wait.left <= 0:
+                error = self.of_absent_host(
+                    f"{whom} did not come to {self.host.master_address}:{self.host.master_port} within "
+                    f"{self.host.join_seconds:.0f} s of host {self.host.index}; see what ended there, or wait longer "
+                    "with PET_RDZV_CONF=join_timeout=SECONDS"
+                )
+                self.tell_failure(error)
+                raise error
+            wait.say(whom)
+            time.sleep(LOOK_SECONDS)
+
+    def _missing(self, store: dist.Store) -> list[int]:
+        """Return the hosts that have not come."""
+        keys = {host: ARRIVED_KEY.format(host) for host in range(self.host.hosts)}
+        try:
+            return [] if store.check([*keys.values()]) else [host for host in keys if not store.check([keys[host]])]
+        except dist.DistError as error:
+            raise self._host_0_is_gone() from error
+
+    def tell_early_failure(self, error: ShardwiseError) -> None:
+        """Tell the hosts that wait already, where this one fails before it has met them. Those that come later wait."""
+        host = self.host
+        with suppress(MachineError):
+            if host.index == 0 or reach(host.master_address, host.master_port, EARLY_SECONDS) is None:
+                self._store = self._meet(SaidWait(host))
+                self.tell_failure(error)
 
     def tell_failure(self, error: ShardwiseError) -> None:
         """Tell the other hosts that this one has failed, and why; the first to say so is heard."""
@@ -134,14 +187,18 @@ class HostRendezvous(KnownRendezvous):
         try:
             text = self._store.get(FAILURE_KEY) if self._store.check([FAILURE_KEY]) else b""
         except dist.DistError as error:
-            raise WorkerError(f"host 0 ({self.host.master_address}) is gone: its store does not answer") from error
+            raise self._host_0_is_gone() from error
         if text:
             raise _error_of(json.loads(text))
 
-    def _meet(self) -> dist.Store:
-        host, timeout = self.host, timedelta(seconds=MEETING_SECONDS)
+    def _host_0_is_gone(self) -> WorkerError:
+        return WorkerError(f"host 0 ({self.host.master_address}) is gone: its store does not answer")
+
+    def _meet(self, wait: SaidWait) -> dist.Store:
+        host, timeout = self.host, timedelta(seconds=self.host.join_seconds)
         if host.index:
-            obstacle = reach(host.master_address, host.master_port, MEETING_SECONDS)
+            where = f"host 0 at {host.master_address}:{host.master_port}"
+            obstacle = reach(host.master_address, host.master_port, host.join_seconds, lambda: wait.say(where))
             if obstacle is not None:
                 raise self._cannot_meet(obstacle)
         try:

@@ -7,10 +7,11 @@ Only the process that owns the terminal (rank 0) makes one. The plain lines hold
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -27,6 +28,7 @@ from shardwise.words import say_note
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
 
+OPEN_MPI = "OMPI_COMM_WORLD_RANK"  # which ranks of it have
 _RECENT = 0.2  # weight of the newest step in the time left; the first, slow step is soon forgotten
 _RANKS_SHOWN = 4
 _NUMBERS = {  # name shown: key of the record and format
@@ -51,7 +53,13 @@ _PASSES = "passes/"  # before the name of a source
 
 
 class DisplayConsole(Console):
-    """A console that lets its caller know that its reader is gone; rich's own would end the process."""
+    """A console that lets its caller know that its reader is gone; rich's own would end the process.
+
+    Open MPI gives each rank a terminal, whatever reads the output of mpirun, which may tag each line: none has a bar.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"force_terminal": False if OPEN_MPI in os.environ else None} | options)
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that is being handled."""

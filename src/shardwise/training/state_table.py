@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from shardwise.checkpoint.host_memory import copied_bytes
 from shardwise.kernels.precision import DTYPES
 from shardwise.observe.callback import Callback, ObservedSession
+from shardwise.observe.display import DisplayConsole
 from shardwise.observe.metrics import Record
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.training.setup import AssembledJob
@@ -31,7 +31,7 @@ class StateReport(Callback):
         """Say the table after step 1 of the training."""
         if record["step"] != 1:
             return
-        console = Console(width=WIDTH)
+        console = DisplayConsole(width=WIDTH)
         with console.capture() as capture:
             console.print(state_table(self._assembled))
         session.note(capture.get().rstrip())
