@@ -56,7 +56,7 @@ class RememberedFakeMode(FakeTensorMode):
         self._keyed: dict[Any, bool] = {}  # operators
 
     def dispatch(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Work out an operator, or make its outputs as they were before."""
         kwargs = kwargs or {}
@@ -159,7 +159,7 @@ def _output_of(func: Any, output: Any, tensors: list[FakeTensor]) -> _Output:
         return _Output(UNKNOWN)
     if output.requires_grad or output.is_conj() or output.is_neg():
         return _Output(UNKNOWN)
-    shape, stride, offset = tuple(output.shape), output.stride(), output.storage_offset()
+    shape, stride, offset = tuple(output.shape), output.stride(), int(output.storage_offset())
     return _Output(_source(func, output, tensors), False, shape, stride, offset, output.dtype, dict(vars(output)))
 
 

@@ -153,9 +153,7 @@ def _of_kinds(kinds: Mapping[RankKind, int], traced: Traced, has_short: bool) ->
 
 
 @contextmanager
-def _tracing(
-    jobs: list[tuple[Job, ModelFacts]], world: World, kinds: int, processes: int | None
-) -> Iterator[Traced]:
+def _tracing(jobs: list[tuple[Job, ModelFacts]], world: World, kinds: int, processes: int | None) -> Iterator[Traced]:
     """Give what traces ranks of jobs: this process, or several where there are many kinds."""
     count = min(kinds, processes or min(MOST, available_cores()))
     if count == 1 or kinds <= FEW:

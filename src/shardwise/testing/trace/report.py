@@ -107,8 +107,8 @@ def _notes(trace: JobTrace) -> Iterator[str]:
     others = sum(rank.traced_as is not None for rank in trace.ranks)
     if others:
         yield (
-            f"{others} of {len(trace.ranks)} kinds of ranks were traced in the same job of {trace.short_blocks} blocks. "
-            "There they do, call by call and byte by byte, what the first of their stage does, as whose they are shown."
+            f"{others} of {len(trace.ranks)} kinds of ranks were traced in the same job of {trace.short_blocks} "
+            "blocks alone: call by call and byte by byte, they do there what the first of their stage does."
         )
     count = traced_microbatches(plan)
     if plan.accumulation > count:

@@ -40,19 +40,22 @@ def short_job(job: Job, plan: Plan, facts: ModelFacts) -> tuple[Job, ModelFacts]
         return None
     fits = all(getattr(short_plan, name) == getattr(plan, name) for name in EQUAL)
     shares = [len(stage) for stage in short_plan.stages]
-    return (short, short_facts) if fits and len(shares) == len(plan.stages) and min(shares, default=2) >= FEWEST else None
+    fits = fits and len(shares) == len(plan.stages) and min(shares, default=FEWEST) >= FEWEST
+    return (short, short_facts) if fits else None
 
 
 def blocks_are_alike(facts: ModelFacts) -> bool:
     """Return whether all blocks have parameters of the same names and shapes, and attention of the same kind."""
     traits = []
-    for block in facts.blocks:
-        start = f"{block.name}."
-        shapes = {name.removeprefix(start): shape for name, shape in facts.parameter_shapes.items() if name.startswith(start)}
-        calls = [
-            replace(call, name=call.name.removeprefix(start)) for call in facts.attention if call.name.startswith(start)
-        ]
-        traits.append((shapes, calls))
+    for start in (f"{block.name}." for block in facts.blocks):
+        shapes = [(name, shape) for name, shape in facts.parameter_shapes.items() if name.startswith(start)]
+        calls = [call for call in facts.attention if call.name.startswith(start)]
+        traits.append(
+            (
+                [(name.removeprefix(start), shape) for name, shape in shapes],
+                [replace(call, name=call.name.removeprefix(start)) for call in calls],
+            )
+        )
     return all(trait == traits[0] for trait in traits)
 
 
