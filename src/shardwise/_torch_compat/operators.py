@@ -30,6 +30,9 @@ PRODUCT_OPERATORS = tuple(
 new_empty = _ATEN.new_empty.default
 grouped_product = _ATEN._grouped_mm.default
 device_of = torch.ops.prim.device.default  # asked of a fake tensor at every turn
+# No public name: what a `record_function` opens and closes.
+open_range = torch.ops.profiler._record_function_enter_new.default
+close_range = torch.ops.profiler._record_function_exit._RecordFunction
 read_scalar = _ATEN._local_scalar_dense.default  # no public name: what `Tensor.item` dispatches to
 
 

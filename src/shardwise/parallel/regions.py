@@ -7,6 +7,7 @@ reduce-scatters its output.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,14 +65,15 @@ class SequenceRegionBoundary(RegionBoundary):
         super().__init__(group)
         self.index = index
         self.rows: SequenceRows | None = None
-        # The region's input: whole, this rank's part, and how backward gathers it again.
-        self.entered: tuple[Tensor, Tensor, RegatheredActivations] | None = None
+        # The region's input: whole, this rank's part, and how backward gathers it again. The whole is not kept alive: a
+        # recomputed forward stops inside the region.
+        self.entered: tuple[weakref.ref[Tensor], Tensor, RegatheredActivations] | None = None
 
     @torch.compiler.disable
     def region_input(self, values: Tensor) -> Tensor:
         assert self.rows is not None
         whole = gather_to_region(values, self.rows)
-        self.entered = whole, values, RegatheredActivations(self.rows)
+        self.entered = weakref.ref(whole), values, RegatheredActivations(self.rows)
         return whole
 
     @torch.compiler.disable
@@ -82,7 +84,7 @@ class SequenceRegionBoundary(RegionBoundary):
     @torch.compiler.disable
     def linear(self, module: Any, values: Tensor, transposed: bool) -> Tensor:
         """Return a column module's product; of what has entered the region as it is, backward keeps a part."""
-        if self.entered is None or self.entered[0] is not values:
+        if self.entered is None or self.entered[0]() is not values:
             return linear(module, values, transposed)
         _, part, source = self.entered
         return linear_of_parts(module, values, part, transposed, source)

@@ -21,10 +21,12 @@ from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.regions import SequenceRegionBoundary
 from shardwise.plan.plan import World
 from shardwise.planner.constants.inventory import presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.trace import rank as trace_rank_module
 from shardwise.testing.trace.job import JobTrace, trace_job
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace
@@ -198,6 +200,35 @@ def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFi
     events = json.loads(timeline.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"host", "computation"}
+
+
+@pytest.mark.slow
+def test_a_recomputed_forward_that_stops_in_a_region_leaves_nothing_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpointing stops a recomputed block inside its MLP: what has entered that region is not held till later."""
+    job = settings(
+        64,
+        model={"config": NEOX | {"vocab_size": 64}},
+        parallel={"tensor_parallel_degree": 4, "sequence_parallel": True},
+        memory={"activation_checkpointing": "full"},
+    )
+    made: list[SequenceRegionBoundary] = []
+    first = SequenceRegionBoundary.__init__
+
+    def noted(self: SequenceRegionBoundary, *args: Any) -> None:
+        first(self, *args)
+        made.append(self)
+
+    held: list[bool] = []
+    step = trace_rank_module._step
+
+    def then_look(*args: Any) -> None:
+        step(*args)
+        held.extend(one.entered is not None and one.entered[0]() is not None for one in made)
+
+    monkeypatch.setattr(SequenceRegionBoundary, "__init__", noted)
+    monkeypatch.setattr(trace_rank_module, "_step", then_look)
+    traced(job, 16, device="cuda")
+    assert held and not any(held)
 
 
 # ---- ranks that do not meet

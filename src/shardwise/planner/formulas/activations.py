@@ -208,6 +208,15 @@ def _moved(row: float, shape: LocalMicrobatch) -> float:
     return row if shape.tensor > 1 else 0.0
 
 
+def _input_gradients(readers: int, whole: float, shape: LocalMicrobatch) -> float:
+    """Return what backward of linears that read one tensor holds: gradients of it, and its whole gathered again.
+
+    Autograd adds the second reader's gradient to the first's: both and their sum. One gradient is summed over ranks.
+    """
+    regathered = whole if shape.scattered else 0.0
+    return max(3 * whole if readers > 1 else 0.0, whole + _moved(whole, shape)) + regathered
+
+
 def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> list[ModuleMemory]:
     whole, between = _rows(facts, shape)
     heads = facts.attention_width / shape.tensor  # of this rank
@@ -220,7 +229,9 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch
     output = facts.hidden_size * heads
     return [
         _norm("attention norm", between, kind, shape),
-        ModuleMemory("query, key, value", between, qkv, whole + _moved(whole, shape), size),
+        ModuleMemory(
+            "query, key, value", between, qkv, _input_gradients(1 if kind.fused_projection else 3, whole, shape), size
+        ),
         ModuleMemory("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
         ModuleMemory("attention", saved + shape.gathered, row if fused else 0.0, working),
         ModuleMemory("attention output", row if kind.heads_apart or not fused else 0.0, whole, whole, output),
@@ -259,7 +270,7 @@ def _mlp_pieces(
     keeps, ups = (3, 2) if kind.gated else (1, 1)
     shares = kind.relu and not kind.gated  # ReLU holds on to its result, which is the next linear's input
     return [
-        ModuleMemory("MLP up", row, ups * inner, whole + _moved(whole, shape), ups * hidden * wide),
+        ModuleMemory("MLP up", row, ups * inner, _input_gradients(ups, whole, shape), ups * hidden * wide),
         ModuleMemory("activation", keeps * inner, 0.0, (2 + kind.gated) * inner),
         ModuleMemory("MLP down", (1 - shares) * inner, whole, inner + _moved(whole, shape), hidden * wide),
     ]

@@ -330,11 +330,13 @@ class _Step:
     def _traffic(self) -> float:
         """A hidden state that arrives and a gradient that comes back, one at a time.
 
-        A stage's output waits for its backward; its input is in what its first block keeps already.
+        A stage's output waits for its backward. Its input is in what its first block keeps already, except that tensor
+        ranks which share the sequence keep their part there, and the stage the whole.
         """
         last = len(self.plan.stages) - 1
         into, out = (sum(stage != end for stage in self.stages) for end in (0, last))
-        return (bool(into) + bool(out) + self.flights * out / max(1, len(self.stages))) * self.row
+        waiting = out + into * self.plan.sequence_parallel
+        return (bool(into) + bool(out) + self.flights * waiting / max(1, len(self.stages))) * self.row
 
     @cached_property
     def _pool(self) -> float:
@@ -442,6 +444,8 @@ class _Step:
     def moments(self) -> Iterator[MemoryEstimate]:
         if self.has_head:
             yield self.at_loss()
+            if self.kind.rms_norm:
+                yield self.at_final_norm()
         for index in (index for index in reversed(range(len(self.units))) if self.reached[index]):
             yield self.in_backward(index)
             yield self.in_reduction(index)
@@ -471,6 +475,19 @@ class _Step:
             logits=logits,
         )
 
+    def at_final_norm(self) -> MemoryEstimate:
+        """The backward of the final norm, in fp32 on all positions: its input and five as large; the next gathered."""
+        size, wide = self.base("backward of the final norm"), self.row * 4 / min(self.compute, 4)
+        kept = self.units if self.keeps_gathered else self.units[-1:] if self.plan.keeps_last_unit else []
+        return replace(
+            size,
+            gathered=size.gathered + self._gathered(kept),
+            communication=0.0 if kept else self._prefetched(len(self.units)),
+            unsharded_gradients=size.unsharded_gradients + self.head * self.compute,
+            activations=size.activations + self.kept_before(len(self.units)) + wide,
+            working=5 * wide,
+        )
+
     def in_backward(self, index: int) -> MemoryEstimate:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
         size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
@@ -484,7 +501,7 @@ class _Step:
             communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
             activations=size.activations + self.kept_before(index) + self.recomputed(index),
-            working=worst - self._saved + self.row,
+            working=worst - self._saved + self.between,
         )
 
     def in_reduction(self, index: int) -> MemoryEstimate:

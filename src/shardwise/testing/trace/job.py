@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,11 @@ from shardwise.plan.plan import Plan, World, resolve
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.testing.trace.agreement import Program, check_agreement
-from shardwise.testing.trace.kinds import RankKind, kind_of_rank, ranks_of_kinds
+from shardwise.testing.trace.kinds import RankKind, first_of_stage, kind_of_rank, ranks_of_kinds
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace, trace_rank
 from shardwise.testing.trace.refusals import refuse_untraceable
+from shardwise.testing.trace.shortened import as_rank, does_the_same, short_job
 
 MOST = 8  # processes, of half a GiB each
 FEW = 2  # kinds that are traced one after the other, since a process takes seconds to start
@@ -35,12 +37,14 @@ class JobTrace:
         ranks: one of every kind, or the one that was asked for.
         planned: the closed form of the plan's memory, of the pipeline rank of each.
         met: calls of all ranks that were seen to meet; None where one rank was traced alone.
+        short_blocks: of the job in which ranks were seen to do what the first of their stage does; 0 without one.
     """
 
     plan: Plan
     ranks: tuple[RankTrace, ...]
     planned: tuple[MemoryEstimate, ...]
     met: int | None
+    short_blocks: int = 0
 
     @property
     def fullest(self) -> RankTrace:
@@ -61,6 +65,7 @@ def _as_data(rank: RankTrace, planned: MemoryEstimate) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "coordinates": rank.coordinates,
+        "traced_as": rank.rank if rank.traced_as is None else rank.traced_as,
         "operators": rank.operators,
         "traced_peak_bytes": rank.peak,
         "owners": rank.owners,
@@ -105,10 +110,12 @@ def trace_job(
     refuse_untraceable(plan, facts)
     layout = Layout.from_plan(plan, 0)
     kinds = ranks_of_kinds(layout) if rank is None else {kind_of_rank(layout, rank): rank}
-    traces = dict(zip(kinds, _traces(job, plan, facts, [*kinds.values()], processes), strict=True))
+    short = short_job(job, plan, facts) if len(kinds) > len({kind.stage for kind in kinds}) else None
+    with _tracing([(job, facts), *filter(None, [short])], plan.world, len(kinds), processes) as traced:
+        traces = _of_kinds(kinds, traced, short is not None)
     met = None if rank is not None else _check(layout, traces)
     planned = tuple(estimate(plan, facts, pipeline=trace.coordinates["pipeline"]) for trace in traces.values())
-    return JobTrace(plan, tuple(traces.values()), planned, met)
+    return JobTrace(plan, tuple(traces.values()), planned, met, len(short[1].blocks) if short else 0)
 
 
 def _check(layout: Layout, traces: dict[RankKind, RankTrace]) -> int:
@@ -125,26 +132,47 @@ def where(coordinates: Mapping[Any, int]) -> str:
     return ", ".join(f"{axis} {index}" for axis, index in coordinates.items() if index) or "first of all"
 
 
-def _traces(job: Job, plan: Plan, facts: ModelFacts, ranks: list[int], processes: int | None) -> Iterator[RankTrace]:
-    count = min(len(ranks), processes or min(MOST, available_cores()))
-    if count == 1 or len(ranks) <= FEW:
-        yield from (trace_rank(plan, facts, rank) for rank in ranks)
+WHOLE, SHORT = 0, 1  # which of the jobs
+Traced = Callable[[Sequence[tuple[int, int]]], Iterable[RankTrace]]  # of (which job, rank)
+
+
+def _of_kinds(kinds: Mapping[RankKind, int], traced: Traced, has_short: bool) -> dict[RankKind, RankTrace]:
+    """Trace a rank of every kind, at full depth those that do not show in the short job what they do."""
+    if not has_short:
+        return dict(zip(kinds, traced([(WHOLE, rank) for rank in kinds.values()]), strict=True))
+    firsts = [kind for kind in kinds if kind == first_of_stage(kind)]
+    tasks = [(WHOLE, kinds[kind]) for kind in firsts] + [(SHORT, rank) for rank in kinds.values()]
+    done = [*traced(tasks)]
+    traces = dict(zip(firsts, done, strict=False))
+    short = dict(zip(kinds, done[len(firsts) :], strict=True))
+    alike = [kind for kind in kinds if does_the_same(short[kind], short[first_of_stage(kind)])]
+    others = [kind for kind in kinds if kind not in alike]
+    traces |= {kind: as_rank(traces[first_of_stage(kind)], short[kind]) for kind in alike if kind not in traces}
+    traces |= dict(zip(others, traced([(WHOLE, kinds[kind]) for kind in others]), strict=True))
+    return {kind: traces[kind] for kind in kinds}
+
+
+@contextmanager
+def _tracing(jobs: list[tuple[Job, ModelFacts]], world: World, kinds: int, processes: int | None) -> Iterator[Traced]:
+    """Give what traces ranks of jobs: this process, or several where there are many kinds."""
+    count = min(kinds, processes or min(MOST, available_cores()))
+    if count == 1 or kinds <= FEW:
+        plans = [(resolve(job, world, facts), facts) for job, facts in jobs]
+        yield lambda tasks: [trace_rank(*plans[number], rank) for number, rank in tasks]
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        count, mp_context=context, initializer=_prepare, initargs=(job, plan.world, facts)
-    ) as pool:
-        yield from pool.map(_traced, ranks)
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(jobs, world)) as pool:
+        yield lambda tasks: pool.map(_traced, tasks)
 
 
-_worker: list[tuple[Plan, ModelFacts]] = []  # of a process that traces
+_worker: list[tuple[Plan, ModelFacts]] = []  # of a process that traces, by number
 
 
-def _prepare(job: Job, world: World, facts: ModelFacts) -> None:
+def _prepare(jobs: list[tuple[Job, ModelFacts]], world: World) -> None:
     gc.freeze()  # what is imported is no garbage, and takes a seventh of a trace to look through again and again
-    _worker.append((resolve(job, world, facts), facts))
+    _worker.extend((resolve(job, world, facts), facts) for job, facts in jobs)
 
 
-def _traced(rank: int) -> RankTrace:
-    plan, facts = _worker[0]
-    return trace_rank(plan, facts, rank)
+def _traced(task: tuple[int, int]) -> RankTrace:
+    number, rank = task
+    return trace_rank(*_worker[number], rank)

@@ -33,6 +33,11 @@ def kind_of_rank(layout: Layout, rank: int) -> RankKind:
     return RankKind(coordinates[Axis.PIPELINE], tensor, first_of_data)
 
 
+def first_of_stage(kind: RankKind) -> RankKind:
+    """Return the kind of the first rank of a kind's pipeline rank."""
+    return RankKind(kind.stage, FIRST, True)
+
+
 def ranks_of_kinds(layout: Layout) -> dict[RankKind, int]:
     """Return kind -> the rank that is traced for it: the first of all that are, or the last of later data ranks."""
     ranks: dict[RankKind, int] = {}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import masking_utils
 
 from shardwise._torch_compat.groups import fake_store
-from shardwise._torch_compat.tracing import FakeTensorMode
+from shardwise._torch_compat.remembered_fakes import RememberedFakeMode
 from shardwise.data.batch import Batch
 from shardwise.errors import MachineError
 from shardwise.job.axes import Axis
@@ -59,6 +59,7 @@ class RankTrace:
         operators: how many were dispatched.
         program: what it does, in order.
         partitions: that the program's calls name.
+        traced_as: the rank that was traced at full depth, where that is another.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class RankTrace:
     operators: int
     program: tuple[Entry, ...]
     partitions: tuple[Partition, ...]
+    traced_as: int | None = None
 
     @property
     def error(self) -> float:
@@ -142,7 +144,7 @@ def _as_on_accelerator(on_accelerator: bool) -> Iterator[None]:
 
 def _trace(plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages) -> RankRecorder:
     device = torch.device("cpu")
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = RememberedFakeMode(allow_non_fake_inputs=True)
     model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
     if needs_copy(plan):
         model.reference = frozen_copy(model, lambda: fake)

@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat.groups import COLLECTIVE_NAMESPACES, FinishedWork, group_of_operator
-from shardwise._torch_compat.operators import device_of, grouped_product, new_empty, read_scalar
+from shardwise._torch_compat.operators import (
+    close_range,
+    device_of,
+    grouped_product,
+    new_empty,
+    open_range,
+    read_scalar,
+)
 from shardwise._torch_compat.tracing import (
     DataDependentOutputException,
     FakeTensor,
@@ -81,6 +88,8 @@ class RankRecorder(TorchDispatchMode):
         self._batch: int | None = None
         self._moments: list[int] = []  # of the entries that are operators, in the log of storages
         self._gathered: dict[int, int] = {}  # storage of a gathered unit -> the number of its call
+        self._collectives: dict[Any, bool] = {}  # those that need not run: whether they return their first argument
+        self._range: Any = None
         self._works: list[FinishedWork] = []  # torch holds what Python has made of a work weakly
         self._work: Counter[tuple[str | int, ...]] = Counter()
         self._launches, self._phase = 0, "forward"
@@ -148,6 +157,8 @@ class RankRecorder(TorchDispatchMode):
         # A wrapper first turns the call into calls on the tensors inside it; those come back here one by one.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        if func in (open_range, close_range):  # of a profiler, which FSDP2 opens by the hundred
+            return self._opened(func, args) if func is open_range else None
         self.operators += 1
         in_backward = runs_backward()
         self._storages.turn(in_backward)
@@ -155,6 +166,8 @@ class RankRecorder(TorchDispatchMode):
             return self._read(func)
         if func is grouped_product:  # torch knows its shape for bf16 alone
             output = new_empty(args[0], grouped_shape(*args, **(kwargs or {})))
+        elif func in self._collectives:
+            output = (args[0], None) if self._collectives[func] else None
         else:
             output = func(*args, **(kwargs or {}))
         if func.is_view:  # type: ignore[attr-defined]
@@ -171,6 +184,12 @@ class RankRecorder(TorchDispatchMode):
             work = work_of(func, args, output, tensors)
             self._operator(work, UPDATE if self.updating else "backward" if in_backward else "forward")
         return output
+
+    def _opened(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Return one range for all: nobody profiles."""
+        if self._range is None:
+            self._range = func(*args)
+        return self._range
 
     def _operator(self, work: tuple[tuple[str | int, ...], int] | None, phase: str) -> None:
         if work is None:
@@ -217,6 +236,7 @@ class RankRecorder(TorchDispatchMode):
 
     def _called(self, func: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Note a collective; its work notes that it is waited for."""
+        self._remember(func, args, output)
         group = group_of_operator(args)
         if group is None:  # the wait of a functional collective, which is taken to wait where it is issued
             return output
@@ -237,6 +257,13 @@ class RankRecorder(TorchDispatchMode):
             work.wait()
             return output
         return (*output[:-1], work.boxed()) if isinstance(output, tuple) else work.boxed()
+
+    def _remember(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Spare later calls of a collective that returns its first argument and its work, or its work alone."""
+        alone = isinstance(output, torch.ScriptObject)
+        pair = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], torch.ScriptObject)
+        if func.namespace == "c10d" and (alone or (pair and _same(args[0], output[0]))):
+            self._collectives[func] = pair
 
     def _use(self, args: tuple[Any, ...]) -> None:
         """Note that FSDP2 copies out of what it has gathered."""
@@ -315,6 +342,12 @@ def place_of(frame: FrameType) -> str:
     file = frame.f_code.co_filename
     short = file.removeprefix(PACKAGE) if file.startswith(PACKAGE) else os.sep.join(file.split(os.sep)[-2:])
     return f"{short}:{frame.f_lineno}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two nests hold the same tensors."""
+    left, right = tree_leaves(one), tree_leaves(other)
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _bytes(args: tuple[Any, ...]) -> int:

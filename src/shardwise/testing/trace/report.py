@@ -33,7 +33,7 @@ def _table(title: str) -> Table:
 
 
 def _memory(trace: JobTrace) -> Table:
-    count, size = len(trace.ranks), trace.plan.world.size
+    count, size = len({rank.rank for rank in trace.ranks if rank.traced_as is None}), trace.plan.world.size
     table = _table(f"{count} of {size} ranks traced: the peak of a step, its owners and the closed form, MiB")
     table.add_column("rank")
     owners = [owner for owner in OWNERS if any(rank.owners[owner] for rank in trace.ranks)]
@@ -41,8 +41,13 @@ def _memory(trace: JobTrace) -> Table:
         table.add_column(name, justify="right")
     for rank in trace.ranks:
         sizes = [rank.peak, *(rank.owners[owner] for owner in owners), rank.closed_form.total]
-        table.add_row(f"{rank.rank}: {where(rank.coordinates)}", *map(_mib, sizes), f"{rank.error:+.1%}")
+        table.add_row(_name(rank), *map(_mib, sizes), f"{rank.error:+.1%}")
     return table
+
+
+def _name(rank: RankTrace) -> str:
+    known = "" if rank.traced_as is None else f" (as {rank.traced_as})"
+    return f"{rank.rank}: {where(rank.coordinates)}{known}"
 
 
 def _mib(size: float) -> str:
@@ -98,6 +103,12 @@ def _notes(trace: JobTrace) -> Iterator[str]:
         yield (
             f"{trace.met:,} calls of all {plan.world.size:,} ranks meet: one order in every group, a counterpart for "
             "every message, no circle."
+        )
+    others = sum(rank.traced_as is not None for rank in trace.ranks)
+    if others:
+        yield (
+            f"{others} of {len(trace.ranks)} kinds of ranks were traced in the same job of {trace.short_blocks} "
+            "blocks alone: call by call and byte by byte, they do there what the first of their stage does."
         )
     count = traced_microbatches(plan)
     if plan.accumulation > count:
