@@ -32,6 +32,8 @@ ALONG_DIMS = {
     "split_with_sizes", "unbind", "cat", "stack", "glu", "roll", "flip", "unsafe_split",
 }  # fmt: skip
 PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}  # -> place of the left factor
+FILLS = {"full", "full_like", "new_full", "fill_"}
+SCALARS = {"other", "alpha", "value", "fill_value", "exponent", "min", "max", "self"}  # arguments that are numbers
 NORMS = {"native_layer_norm", "_fused_rms_norm"}
 DROPOUTS = {"native_dropout", "bernoulli", "bernoulli_", "uniform_"}
 
@@ -48,11 +50,13 @@ class RowsApart(TorchDispatchMode):
 
     Attributes:
         trusted: above 0 while what runs is known to be right.
+        numbers: that operators were given beside tensors of rows: one that depends on the length is not a whole one's.
     """
 
     def __init__(self, lengths: Collection[int]) -> None:
         super().__init__()
         self.lengths, self.trusted = lengths, 0
+        self.numbers: list[tuple[str, tuple[float, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,7 +66,18 @@ class RowsApart(TorchDispatchMode):
             after = [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if after and any(map(self.rows_of, (*before, *after))) and not self._keeps_apart(func, args, kwargs, before, after):
                 raise MixedRowsError(func._schema.name.partition("::")[2])
+            if after and any(map(self.rows_of, after)):
+                self._note_numbers(func, args, kwargs)
         return result
+
+    def _note_numbers(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        if torch.Tag.pointwise in func.tags or name in POINTWISE or name in FILLS:
+            given = _arguments(func, args, kwargs).items()
+            numbers = tuple(
+                float(value) for key, value in given if key in SCALARS and isinstance(value, int | float)
+            )
+            self.numbers.append((name, numbers))
 
     def rows_of(self, shape: Sequence[int]) -> list[int]:
         """Return the dims that hold rows."""
@@ -72,6 +87,8 @@ class RowsApart(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if any(len(self.rows_of(shape)) > 1 for shape in after):
             return False
+        if not any(map(self.rows_of, before)):  # numbers of positions, or the first of a table, are none of rows
+            return name in CONSTANTS or name == "expand"
         if name in CONSTANTS or name in POINTWISE or torch.Tag.pointwise in func.tags:
             return True
         given = _arguments(func, args, kwargs)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from shardwise.model.row_operators import MixedRowsError, RowsApart
 
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
 SHIFT = 3
+TRIALS = 2  # of other lengths, which have to show the same
+Lengths = tuple[tuple[int, int], tuple[int, int]]
 WINDOW = "local_window"
 
 
@@ -46,28 +48,33 @@ def find_split_forward(
         lists: names of its blocks.
         longest: sequence that it takes.
     """
-    lengths = _lengths(model, longest)
-    if lengths is None:
-        return None, "every length of a trial is among its sizes"
     trials: list[_Trial] = []
 
-    def run(device: str, dtype: torch.dtype) -> SplitForward:
+    def run(lengths: Lengths, device: str, dtype: torch.dtype) -> SplitForward:
         trials.append(_Trial(copy_to_probe(model).train(), lists, lengths))
         return trials[-1].run(device, dtype)
 
-    found, failure = try_devices(run)
-    if found is None:
-        mixed = trials[0].mixed
-        return None, f"it mixes positions outside of its blocks ({mixed})" if mixed else failure
-    routers = {name for router, _ in find_routers(model).values() for name in [router]}
-    for module in found.gathered:
+    found: list[tuple[SplitForward, Any]] = []
+    for lengths in islice(_lengths(model, longest), TRIALS):
+        forward, failure = try_devices(partial(run, lengths))
+        if forward is None:
+            mixed = trials[0].mixed
+            return None, f"it mixes positions outside of its blocks ({mixed})" if mixed else failure
+        found.append((forward, trials[-1].apart.numbers))
+    if len(found) < TRIALS:
+        return None, "it takes no sequences of lengths that are not among its sizes"
+    if found[0] != found[1]:
+        return None, "numbers that depend on the length of a sequence go into its blocks' arithmetic"
+    routers = [router for router, _ in find_routers(model).values()]
+    split = found[0][0]
+    for module in split.gathered:
         if any(f"{name}.".startswith(f"{module.name}.") for name in routers):
             return None, f"{module.name} holds a router, and looks at other positions"
-    return found, ""
+    return split, ""
 
 
-def _lengths(model: nn.Module, longest: int | None) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return (whole, part) lengths of the encoder's and of the decoder's sequences, which no other size contains."""
+def _lengths(model: nn.Module, longest: int | None) -> Iterator[Lengths]:
+    """Yield (whole, part) lengths of an encoder's and of a decoder's sequences, which no other size contains."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape if size}
     free = [prime for prime in PRIMES if not any(size % prime == 0 for size in sizes)]
     free = [prime for prime in free if longest is None or prime <= longest]
@@ -75,8 +82,7 @@ def _lengths(model: nn.Module, longest: int | None) -> tuple[tuple[int, int], tu
         # Nor do parts divide what a padding or a shift of whole sequences makes of them.
         whole = [length for length in free if length > max(parts) and not _is_near(length, parts)]
         if len(whole) > 1:
-            return (whole[1], parts[1]), (whole[0], parts[0])
-    return None
+            yield (whole[1], parts[1]), (whole[0], parts[0])
 
 
 def _is_near(length: int, parts: Sequence[int]) -> bool:
