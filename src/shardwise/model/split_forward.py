@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def find_split_forward(
         return trials[-1].run(device, dtype)
 
     found: list[tuple[SplitForward, Any]] = []
-    for lengths in islice(_lengths(model, longest), TRIALS):
+    for lengths in _lengths(model, longest):
         forward, failure = try_devices(partial(run, lengths))
         if forward is None:
             mixed = trials[0].mixed
@@ -73,16 +73,21 @@ def find_split_forward(
     return split, ""
 
 
-def _lengths(model: nn.Module, longest: int | None) -> Iterator[Lengths]:
-    """Yield (whole, part) lengths of an encoder's and of a decoder's sequences, which no other size contains."""
+def _lengths(model: nn.Module, longest: int | None) -> list[Lengths]:
+    """Return (whole, part) lengths of an encoder's and of a decoder's sequences for each trial, none as in another.
+
+    No other size contains them.
+    """
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape if size}
     free = [prime for prime in PRIMES if not any(size % prime == 0 for size in sizes)]
     free = [prime for prime in free if longest is None or prime <= longest]
+    found: list[Lengths] = []
     for parts in combinations(free, 2):
         # Nor do parts divide what a padding or a shift of whole sequences makes of them.
         whole = [length for length in free if length > max(parts) and not _is_near(length, parts)]
-        if len(whole) > 1:
-            yield (whole[1], parts[1]), (whole[0], parts[0])
+        if len(whole) > 1 and not any(part in parts for sides in found for _, part in sides):
+            found.append(((whole[1], parts[1]), (whole[0], parts[0])))
+    return found[:TRIALS]
 
 
 def _is_near(length: int, parts: Sequence[int]) -> bool:
