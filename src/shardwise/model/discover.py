@@ -293,9 +293,9 @@ class ExaminedModel:
     pipeline: Capability
 
     @property
-    def blocks(self) -> list[str]:
+    def blocks(self) -> tuple[str, ...]:
         """The names of all blocks."""
-        return list(chain.from_iterable(self.lists))
+        return tuple(chain.from_iterable(self.lists))
 
     @cached_property
     def split_inputs(self) -> Capability:

@@ -1,7 +1,7 @@
 """Tells which of torch's operators treat the positions of sequences one by one, by the sizes of their dims.
 
-A forward runs on fake tensors, where a rank's rows of a sequence are of a length that divides no other size. An operator
-that is not known to keep these rows apart is taken to mix them.
+A forward runs on fake tensors, where a rank's rows of a sequence are of a length that divides no other size. An
+operator that is not known to keep these rows apart is taken to mix them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ class RowsApart(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not self.trusted:
             after = [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            if after and any(map(self.rows_of, (*before, *after))) and not self._keeps_apart(func, args, kwargs, before, after):
+            if (
+                after
+                and any(map(self.rows_of, (*before, *after)))
+                and not self._keeps_apart(func, args, kwargs, before, after)
+            ):
                 raise MixedRowsError(func._schema.name.partition("::")[2])
             if after and any(map(self.rows_of, after)):
                 self._note_numbers(func, args, kwargs)
@@ -74,9 +78,7 @@ class RowsApart(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if torch.Tag.pointwise in func.tags or name in POINTWISE or name in FILLS:
             given = _arguments(func, args, kwargs).items()
-            numbers = tuple(
-                float(value) for key, value in given if key in SCALARS and isinstance(value, int | float)
-            )
+            numbers = tuple(float(value) for key, value in given if key in SCALARS and isinstance(value, int | float))
             self.numbers.append((name, numbers))
 
     def rows_of(self, shape: Sequence[int]) -> list[int]:

@@ -125,9 +125,7 @@ class _Trial:
             raise
         if not self.blocks:
             raise RuntimeError("none of its blocks ran")
-        return SplitForward(
-            self.blocks, tuple(self.gathered.values()), self.attention, self.encoder, self.encoded
-        )
+        return SplitForward(self.blocks, tuple(self.gathered.values()), self.attention, self.encoder, self.encoded)
 
     def _inputs(self) -> dict[str, Tensor]:
         def tokens(side: int) -> Tensor:

@@ -40,7 +40,7 @@ from shardwise.kernels.dropout import ProbabilityBlock, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.attention_support import takes_positions
-from shardwise.model.facts import DECODER, SplitForward
+from shardwise.model.facts import SplitForward
 from shardwise.model.position_rule import FROM_ZERO, PositionRule
 from shardwise.model.registry import family_of
 from shardwise.parallel.layout import Layout
@@ -138,7 +138,7 @@ class ContextParallel:
         ids = microbatch.inputs["input_ids"]
         if self.forward is not None:
             sides = self._sides(ids, microbatch.labels)
-            split = self._targets(microbatch, sides[DECODER])
+            split = self._targets(microbatch, sides[1])
             split.whole_labels = microbatch.labels
             return split, sides
         shard = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
@@ -264,7 +264,9 @@ def _with_rows(
         seen = make_mask(1, columns, causal=True)
         mask = Mask(seen.function, rows, columns, 1)
         mask = mask if name.startswith(PREFIX) else mask.dense
-    with _probability_block(context.tensor_index * query.shape[1], shard.positions, columns, shard.length, len(columns)):
+    with _probability_block(
+        context.tensor_index * query.shape[1], shard.positions, columns, shard.length, len(columns)
+    ):
         output: Tensor = own_attention(name, module)(module, query, key, value, mask, **arguments)[0]
     return output
 

@@ -587,7 +587,9 @@ class ParallelModel:
             self.ema.swap()
 
     @contextmanager
-    def scope(self, microbatch: Microbatch, step: int, sequences: SequenceShard | Sides | None = None) -> Iterator[None]:
+    def scope(
+        self, microbatch: Microbatch, step: int, sequences: SequenceShard | Sides | None = None
+    ) -> Iterator[None]:
         """Be inside the dropout scope of a microbatch, where generators draw what belongs to it."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout

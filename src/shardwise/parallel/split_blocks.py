@@ -1,10 +1,10 @@
 """Context parallelism inside of blocks: they have a rank's rows, while all ahead of them sees sequences whole.
 
 It is the way of models that cannot be told positions, and of such as look at others beside transformers'
-AttentionInterface (model/split_forward.py). The model makes positions, masks and biases of whole sequences. A block that
-is given whole hidden states takes this rank's rows of them; loss and gradients then are those of these rows, and sums
-over the ranks are the whole. A module that looks at other rows runs on all of them, on every rank, and its output is cut
-again. Attention through the interface takes the keys and values of all rows, for this rank's queries.
+AttentionInterface (model/split_forward.py). The model makes positions, masks and biases of whole sequences. A block
+that is given whole hidden states takes this rank's rows of them; loss and gradients then are those of these rows, and
+sums over the ranks are the whole. A module that looks at other rows runs on all of them, on every rank, and its output
+is cut again. Attention through the interface takes the keys and values of all rows, for this rank's queries.
 """
 
 from __future__ import annotations
