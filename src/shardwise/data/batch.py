@@ -23,6 +23,7 @@ class Batch:
     documents are isolated.
     labels: [B, S] int64, aligned with the output position (causal: label t is token t + 1); -100 is not counted.
     Floats (a user's regression) are counted by rows.
+    whole_labels: [B, S], where `labels` are a part of them.
     rows: [B] int64, the global sample counter of each row: a pure function of step and row, the same on every layout.
     document_ids: [B, S] int64, number of the document within its row, from 0; only where documents are isolated.
     weights: [B, S] float, what each label's loss is multiplied by before it is summed; only under a mean over samples
@@ -46,6 +47,7 @@ class Batch:
     reference: Tensor | None = None
     digest: int = 0
     sequences_per_sample: int = 1
+    whole_labels: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.counted is None:

@@ -35,18 +35,20 @@ _GOLDEN = 0x9E3779B1 - (1 << 32)  # 2**32 / golden ratio, as a signed 32-bit int
 class ProbabilityBlock:
     """Attention probabilities that a rank holds: heads from number `first`, of these queries and keys.
 
-    `queries` [Q] and `keys` [K] are positions in sequences of `length`.
+    `queries` [Q] and `keys` [K] are positions in sequences of `length`; keys of an encoder's, in those of `key_length`.
     """
 
     first: int
     queries: Tensor
     keys: Tensor
     length: int
+    key_length: int | None = None
 
     def index(self, heads: int) -> Tensor:
-        """Return [heads * Q * K] indices of the elements in [all heads, length, length]."""
+        """Return [heads * Q * K] indices of the elements in [all heads, length, key length]."""
         number = self.first + torch.arange(heads, device=self.keys.device)
-        return _flat(_flat(number, self.queries, self.length), self.keys, self.length)
+        key_length = self.length if self.key_length is None else self.key_length
+        return _flat(_flat(number, self.queries, self.length), self.keys, key_length)
 
 
 def _flat(outer: Tensor, inner: Tensor, size: int) -> Tensor:
@@ -76,7 +78,8 @@ class DropoutScope:
 
     `part` is this rank's number in its tensor group: of attention probabilities it holds that part of the heads.
     `sequences` says which rows [B, S/c, ...] of split sequences are here, `probability_block` which attention runs on
-    them now.
+    them now. `sides` are those that blocks are given while all ahead of them sees sequences whole: of an encoder, or
+    None, and of a decoder.
     `positions` (first, end) is set while hidden states hold only these of the rows that are here.
     `documents` [B, S] numbers each position's document where attention must not cross them; masks of attention read it.
     `counted` [B] is False for rows that repeat others; routers of experts read it.
@@ -91,6 +94,7 @@ class DropoutScope:
     functional: bool = False  # torch.nn.functional.dropout too
     part: int = 0
     sequences: SplitSequences | None = None
+    sides: Sequence[SplitSequences | None] = ()
     probability_block: ProbabilityBlock | None = None
     positions: tuple[int, int] | None = None
     documents: Tensor | None = None

@@ -35,7 +35,7 @@ from shardwise.model.experts import (
     expert_stacks,
     holds_experts,
 )
-from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
+from shardwise.model.facts import BlockFacts, ModelFacts, SplitForward, StageFacts
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
     GradientHook,
@@ -62,6 +62,7 @@ from shardwise.model.probe import (
 from shardwise.model.registry import family_of
 from shardwise.model.rehearsal import reads_absent_weights, rehearse_stage
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
+from shardwise.model.split_forward import find_split_forward
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import gathered_splits, sequence_capability, tensor_plan, vocabulary_parameters
 from shardwise.model.tensor_split import TensorSplit
@@ -111,7 +112,7 @@ def _discover(
     splits, tensor, heads_whole = _tensor_plan(model, config, forward)
     parents = parents_that_initialize(model, blocks)
     stages, pipeline = _stages(model, lists, ties, forward, example, parents)
-    examined = ExaminedModel(model, tuple(blocks), forward, tensor, pipeline)
+    examined = ExaminedModel(model, tuple(map(tuple, lists)), forward, tensor, pipeline)
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
     is_pretrained = isinstance(model, PreTrainedModel)
@@ -225,10 +226,14 @@ def _coupling(
     """Return why rows of a microbatch may change each other's numbers; a user's module is tried for that later."""
     return {
         "drops_by_microbatch": _drops_by_microbatch(model, forward, example),
-        # A share of a microbatch's tokens is the capacity of NLLB's experts.
-        "couples_rows": getattr(config, "moe_eval_capacity_token_fraction", None) is not None,
+        "couples_rows": takes_shares(config),
         "draws_numbers": isinstance(model, PreTrainedModel) and forward.draws_on_activations,
     }
+
+
+def takes_shares(config: Any) -> bool:
+    """Tell whether the capacity of experts is a share of a microbatch's tokens, as NLLB's is."""
+    return getattr(config, "moe_eval_capacity_token_fraction", None) is not None
 
 
 def _drops_by_microbatch(model: nn.Module, forward: ForwardProbe, example: Mapping[str, Tensor] | None) -> bool:
@@ -291,16 +296,31 @@ class ExaminedModel:
     """A model and what is known of it before it is asked which axes it supports.
 
     Attributes:
-        blocks: names of the repeated blocks.
+        lists: names of the repeated blocks.
         forward: findings of its forward.
         tensor, pipeline: answers that came with the tensor splits and with the stages.
     """
 
     model: nn.Module
-    blocks: tuple[str, ...]
+    lists: tuple[tuple[str, ...], ...]
     forward: ForwardProbe
     tensor: Capability
     pipeline: Capability
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of all blocks."""
+        return tuple(chain.from_iterable(self.lists))
+
+    @cached_property
+    def split_inputs(self) -> Capability:
+        """The answer whether its inputs can be split over context ranks."""
+        return _split_inputs(self)
+
+    @cached_property
+    def split_forward(self) -> tuple[SplitForward | None, str]:
+        """How its blocks run on rows, where its inputs cannot be split, or None and why not."""
+        return _split_forward(self)
 
     @cached_property
     def position_rule(self) -> PositionRule | None:
@@ -313,8 +333,12 @@ class ExaminedModel:
 def _capabilities(examined: ExaminedModel) -> dict[str, Any]:
     """Return the answer for every axis, and what context ranks have to know of positions."""
     capabilities = {axis: answer(examined) for axis, answer in AXIS_CAPABILITIES.items()}
-    rule = examined.position_rule if capabilities[Axis.CONTEXT].ok else None
-    return {"capabilities": capabilities, "padding_position": None if rule is None else rule.padding}
+    rule = examined.position_rule if examined.split_inputs.ok else None
+    return {
+        "capabilities": capabilities,
+        "padding_position": None if rule is None else rule.padding,
+        "split_forward": examined.split_forward[0],
+    }
 
 
 def _any_model(examined: ExaminedModel) -> Capability:
@@ -322,6 +346,12 @@ def _any_model(examined: ExaminedModel) -> Capability:
 
 
 def _context_capability(examined: ExaminedModel) -> Capability:
+    if examined.split_inputs.ok or examined.split_forward[0] is not None:
+        return SUPPORTED
+    return refused(examined.split_forward[1] or examined.split_inputs.reason)
+
+
+def _split_inputs(examined: ExaminedModel) -> Capability:
     forward = examined.forward
     capability = context_capability(
         examined.model,
@@ -336,6 +366,17 @@ def _context_capability(examined: ExaminedModel) -> Capability:
     if capability.ok and forward.draws_on_activations:
         return refused("its forward draws random numbers for all tokens of a microbatch together")
     return capability
+
+
+def _split_forward(examined: ExaminedModel) -> tuple[SplitForward | None, str]:
+    forward, model = examined.forward, examined.model
+    if examined.split_inputs.ok or forward.failure or not isinstance(model, PreTrainedModel):
+        return None, ""
+    if forward.draws_on_activations:
+        return None, "its forward draws random numbers for all tokens of a microbatch together"
+    if takes_shares(model.config):
+        return None, "its experts take a share of a microbatch's tokens"
+    return find_split_forward(model, examined.lists, _number(model.config.get_text_config(), POSITIONS))
 
 
 AXIS_CAPABILITIES: dict[Axis, Callable[[ExaminedModel], Capability]] = {

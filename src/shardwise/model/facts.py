@@ -18,6 +18,7 @@ from shardwise.model.tensor_split import TensorSplit
 
 NO_KINDS = ParameterKinds()
 NO_EFFECTS = ForwardEffects()
+ENCODER, DECODER = 0, 1  # the sequences of a model of two; of any other those of DECODER
 NOT_EXAMINED = refused("it was not looked at")
 
 
@@ -117,6 +118,68 @@ class AttentionFacts:
 
 
 @dataclass(frozen=True)
+class GatheredModule:
+    """A module of a block that is given all rows of sequences of which the block has some.
+
+    Attributes:
+        name: of the module.
+        side: of the sequences: ENCODER or DECODER.
+        arguments: numbers of the leaves of (args, kwargs) that are gathered.
+        results: numbers of the leaves of what it returns of which the block has some rows again.
+    """
+
+    name: str
+    side: int
+    arguments: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SplitBlock:
+    """A block that is given some rows of sequences.
+
+    Attributes:
+        side: of the sequences: ENCODER, or DECODER, which are those of a model without an encoder, too.
+        arguments: numbers of the leaves of (args, kwargs) that have rows.
+    """
+
+    side: int
+    arguments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SplitAttention:
+    """Calls of the AttentionInterface by a module that is given some rows, and gives it queries of them.
+
+    Attributes:
+        local_keys: whether keys and values are of the same rows; else they are of all.
+        row_arguments: keyword arguments that have numbers for each query of whole sequences.
+    """
+
+    local_keys: bool
+    row_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SplitForward:
+    """How the blocks of a model run on some rows of its sequences, while all ahead of them sees sequences whole.
+
+    Attributes:
+        blocks: those that run, by name.
+        gathered: modules that are given all rows.
+        attention: modules that call the AttentionInterface for some queries, by name.
+        encoder: name of the encoder, whose output is gathered; empty for none.
+        encoded: numbers of the leaves of it that are.
+    """
+
+    blocks: Mapping[str, SplitBlock]
+    gathered: tuple[GatheredModule, ...] = ()
+    attention: Mapping[str, SplitAttention] = field(default_factory=dict)
+    encoder: str = ""
+    encoded: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class LayerAdapter:
     """The low-rank adapter of a linear layer y = W x: scaling * B A x is added (arXiv 2106.09685, section 4.1).
 
@@ -201,6 +264,7 @@ class ModelFacts:
     max_positions: int | None = None
     fixed_logits: int = 0  # positions of the logits, where these are not those of the tokens (Perceiver)
     padding_position: int | None = None  # id of padding, behind which positions are counted, as RoBERTa counts them
+    split_forward: SplitForward | None = None  # by which context ranks run its blocks, where inputs cannot be split
     sliding_window: int | None = None  # how far back attention sees, where some block's does not see everything
     head: str | None = None  # module name of the output projection, when its output is the model's last operation
     head_has_bias: bool = False

@@ -4,6 +4,7 @@
 with positions and labels taken along; everything between token embedding and loss then works row by row. Only attention
 looks across: the calls through transformers' AttentionInterface and AttentionMaskInterface come here, and while a split
 microbatch runs the exchange happens in one of three ways. Where sequences are whole (generation) they pass through.
+A model whose inputs cannot be split is given whole sequences, and its blocks take the rows (split_blocks.py).
 
 - all_gather: keys and values are gathered, the model's own attention runs on some rows (arXiv 2407.21783, 3.3.2);
 - ulysses: all-to-all, the model's own attention runs on whole sequences of some heads (arXiv 2309.14509);
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.collectives.context import deal_chunks, gather_sequence, heads_for_rows, rows_for_heads
+from shardwise.errors import DataError
 from shardwise.job.axes import Axis
 from shardwise.kernels.attention.interface import PREFIX, own_attention, set_implementation
 from shardwise.kernels.attention.masks import (
@@ -38,6 +40,7 @@ from shardwise.kernels.dropout import ProbabilityBlock, active_scope, keep_mask
 from shardwise.kernels.loss import IGNORED, loss_dtype
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.attention_support import takes_positions
+from shardwise.model.facts import SplitForward
 from shardwise.model.position_rule import FROM_ZERO, PositionRule
 from shardwise.model.registry import family_of
 from shardwise.parallel.layout import Layout
@@ -65,7 +68,12 @@ class SequenceShard:
 
     def local(self, values: Tensor) -> Tensor:
         """Return this rank's rows of [B, S, ...]; padding repeats the last one."""
-        return values[:, self.positions.clamp(max=self.length - 1)]
+        return values[:, self.real_positions]
+
+    @property
+    def real_positions(self) -> Tensor:
+        """[padded / c] positions of this rank's rows; those of padding are the last one."""
+        return self.positions.clamp(max=self.length - 1)
 
     @property
     def whole(self) -> Tensor:
@@ -85,6 +93,9 @@ class SequenceShard:
         return mask.masked_fill_(hidden, torch.finfo(context.dtype).min)
 
 
+Sides = tuple[SequenceShard | None, SequenceShard]  # of an encoder's sequences, where there is one, and of others
+
+
 def _active_shard() -> SequenceShard | None:
     """Return the split sequences of the microbatch that runs now, recomputation too; None where they are whole."""
     scope = active_scope()
@@ -97,11 +108,13 @@ class ContextParallel:
     Args:
         rule: by which the model counts positions.
         heads_whole: whether each tensor rank has all heads.
+        forward: by which blocks run on rows, where inputs are not split.
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, layout: Layout, rule: PositionRule = FROM_ZERO, heads_whole: bool = False
-    ) -> None:
+        self, model: nn.Module, plan: Plan, layout: Layout, rule: PositionRule = FROM_ZERO, heads_whole: bool = False,
+        forward: SplitForward | None = None,
+    ) -> None:  # fmt: skip
         self.group, self.degree = layout.group(Axis.CONTEXT), layout.size(Axis.CONTEXT)
         self.index = layout.index(Axis.CONTEXT)
         self.tensor_index = 0 if heads_whole else layout.index(Axis.TENSOR)  # of the ranks that share the heads
@@ -109,24 +122,51 @@ class ContextParallel:
         self.dtype = torch_dtype(plan.dtypes.compute)
         self.uses_kernels = bool(plan.attention)
         self.takes_positions, self.rule = takes_positions(model), rule
+        self.forward = forward
+        calls = {} if forward is None else forward.attention
+        self.calls = {id(model.get_submodule(name)): call for name, call in calls.items()}
         _reroute(model)
-        _place_biases(model)
+        if forward is None:
+            _place_biases(model)
 
-    def split(self, microbatch: Any) -> tuple[Any, SequenceShard]:
-        """Return this rank's part of a whole microbatch, and which part that is."""
+    def split(self, microbatch: Any) -> tuple[Any, SequenceShard | Sides]:
+        """Return this rank's part of a whole microbatch, and which part that is; with `forward`, of its labels alone.
+
+        Raises:
+            DataError: sequences are too short for blocks to take rows of them.
+        """
         ids = microbatch.inputs["input_ids"]
+        if self.forward is not None:
+            sides = self._sides(ids, microbatch.labels)
+            split = self._targets(microbatch, sides[1])
+            split.whole_labels = microbatch.labels
+            return split, sides
         shard = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
         counted = {"position_ids": self.rule.positions(ids)} if self.takes_positions else {}
         inputs = {**counted, **microbatch.inputs}
         inputs = {name: shard.local(value) for name, value in inputs.items()}
         inputs["attention_mask"] = self._mask(shard, inputs["input_ids"])
+        return replace(self._targets(microbatch, shard), inputs=inputs, document_ids=None), shard
+
+    def _sides(self, ids: Tensor, labels: Tensor) -> Sides:
+        """Return this rank's rows of an encoder's sequences, where there is one, and of those that have labels."""
+        of_labels = self._rows(labels.shape[1], ids.device, None)
+        assert self.forward is not None
+        sides = self._rows(ids.shape[1], ids.device, None) if self.forward.encoder else None, of_labels
+        for side in sides:
+            if side is not None and side.length == len(side.positions):
+                raise DataError(f"context_parallel_degree={self.degree}: a sequence has no more than two tokens")
+        return sides
+
+    def _targets(self, microbatch: Any, shard: SequenceShard) -> Any:
+        """Return a microbatch with this rank's rows of all that its loss takes."""
         labels = shard.local(microbatch.labels).masked_fill(shard.positions >= shard.length, IGNORED)
-        split = replace(microbatch, inputs=inputs, labels=labels, document_ids=None)
+        split = replace(microbatch, labels=labels)
         if microbatch.completions is not None:
             split.completions = shard.local(microbatch.completions)
         if microbatch.weights is not None:  # those of padding too: their sum counts samples
             split.weights = shard.local(microbatch.weights).masked_fill(shard.positions >= shard.length, 0)
-        return split, shard
+        return split
 
     def _rows(self, length: int, device: torch.device, documents: Tensor | None) -> SequenceShard:
         padded = length + -length % (2 * self.degree)
@@ -187,6 +227,8 @@ def _attend(
     shard = _active_shard()
     if shard is None:
         return own(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    if shard.context.forward is not None:
+        return _with_rows(shard, name, module, query, key, value, attention_mask, kwargs), None
     if shard.context.method == "ring":
         return _ring(shard, module, query, key, value, attention_mask, **kwargs), None
     if shard.context.method == "ulysses" and "key_bias" in kwargs:
@@ -201,6 +243,38 @@ def _all_gather(shard: SequenceShard, run: Callable[..., Any], query: Tensor, ke
     with _probability_block(first, shard.positions, shard.whole, shard.length):
         output: Tensor = run(query=query, key=gather_sequence(key, group), value=gather_sequence(value, group))[0]
     return output
+
+
+def _with_rows(
+    shard: SequenceShard, name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    mask: Mask | Tensor | None, arguments: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention of a split block: masks and biases are whole, queries are this rank's, keys too or those of all."""
+    context, rows = shard.context, shard.real_positions
+    call = context.calls[id(module)]
+    if call.local_keys:
+        key, value = (gather_sequence(tensor, context.group)[:, :, : shard.length] for tensor in (key, value))
+    columns = torch.arange(key.shape[2], device=key.device)
+    arguments |= {name: arguments[name][..., rows, :] for name in call.row_arguments}
+    if isinstance(mask, Mask):
+        mask = Mask(mask.function, mask.rows[rows], mask.columns, mask.batch)
+    elif isinstance(mask, Tensor):
+        mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
+    elif name != "eager" and _hides_ahead(module, arguments):  # an eager attention without a mask hides nothing
+        seen = make_mask(1, columns, causal=True)
+        mask = Mask(seen.function, rows, columns, 1)
+        mask = mask if name.startswith(PREFIX) else mask.dense
+    with _probability_block(
+        context.tensor_index * query.shape[1], shard.positions, columns, shard.length, len(columns)
+    ):
+        output: Tensor = own_attention(name, module)(module, query, key, value, mask, **arguments)[0]
+    return output
+
+
+def _hides_ahead(module: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Tell whether attention that is given no mask hides the keys ahead."""
+    is_causal = arguments.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _ulysses(shard: SequenceShard, run: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -263,11 +337,13 @@ def _ring_dropout(shard: SequenceShard, query: Tensor, probability: float, name:
 
 
 @contextmanager
-def _probability_block(first: int, queries: Tensor, keys: Tensor, length: int) -> Iterator[None]:
+def _probability_block(
+    first: int, queries: Tensor, keys: Tensor, length: int, key_length: int | None = None
+) -> Iterator[None]:
     """Tell dropout which attention probabilities run."""
     scope = active_scope()
     assert scope is not None
-    scope.probability_block = ProbabilityBlock(first, queries, keys, length)
+    scope.probability_block = ProbabilityBlock(first, queries, keys, length, key_length)
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.gradient_hooks import GradientHook
 from shardwise.parallel.averaged_weights import AveragedWeights
-from shardwise.parallel.context import ContextParallel, SequenceShard
+from shardwise.parallel.context import ContextParallel, SequenceShard, Sides
 from shardwise.parallel.deferred_head import DeferredHead
 from shardwise.parallel.gradient_hooks import apply_gradient_hooks
 from shardwise.parallel.gradient_sync import begin_microbatch, reduce_gradients
@@ -261,7 +261,7 @@ class ParallelModel:
         ):
             yield
 
-    def _split(self, microbatch: Any) -> tuple[Any, SequenceShard | None]:
+    def _split(self, microbatch: Any) -> tuple[Any, SequenceShard | Sides | None]:
         """Return this rank's part of a microbatch, and which it is; the whole where sequences are whole."""
         return self.context.split(microbatch) if self.context else (microbatch, None)
 
@@ -587,7 +587,9 @@ class ParallelModel:
             self.ema.swap()
 
     @contextmanager
-    def scope(self, microbatch: Microbatch, step: int, sequences: SequenceShard | None = None) -> Iterator[None]:
+    def scope(
+        self, microbatch: Microbatch, step: int, sequences: SequenceShard | Sides | None = None
+    ) -> Iterator[None]:
         """Be inside the dropout scope of a microbatch, where generators draw what belongs to it."""
         seed = self.plan.job.training.seed
         functional = self.facts.has_functional_dropout
@@ -599,7 +601,8 @@ class ParallelModel:
             microbatch.rows,
             functional=functional,
             part=part,
-            sequences=sequences,
+            sequences=None if isinstance(sequences, tuple) else sequences,
+            sides=sequences if isinstance(sequences, tuple) else (),
             documents=documents,
             counted=getattr(microbatch, "counted", None),
             first_row=int(microbatch.rows[0]) if self.facts.may_draw and len(microbatch.rows) else None,

@@ -332,6 +332,9 @@ def _context_method(draft: Draft, rules: dict[str, str]) -> str:
     if asked != "auto":
         rules["context_method"] = "context_parallel_method given"
         return asked
+    if draft.facts.split_forward is not None:
+        rules["context_method"] = "context_parallel_method auto: blocks are split, and inputs are not"
+        return "all_gather"
     if draft.heads_divide and not draft.facts.own_attention_arguments:
         rules["context_method"] = "context_parallel_method auto: the heads divide"
         return "ulysses"

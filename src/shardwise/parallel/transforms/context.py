@@ -7,6 +7,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.position_rule import PositionRule
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.context import ContextParallel
+from shardwise.parallel.split_blocks import split_blocks
 from shardwise.plan.plan import Plan
 
 
@@ -22,5 +23,9 @@ class ContextParallelism(Transform):
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         for stage in build.stages:
             rule = PositionRule(inputs.facts.padding_position)
-            context = ContextParallel(stage.model, inputs.plan, inputs.layout, rule, bool(inputs.facts.heads_whole))
+            forward = inputs.facts.split_forward
+            heads_whole = bool(inputs.facts.heads_whole)
+            context = ContextParallel(stage.model, inputs.plan, inputs.layout, rule, heads_whole, forward)
+            if forward is not None:
+                split_blocks(stage.model, forward)
             build.context = build.context or context

@@ -18,6 +18,11 @@ def context_method(d: Draft) -> str:
     return d.parallel.context_parallel_method if d.parallel.context_parallel_degree > 1 else ""
 
 
+def _splits_blocks(d: Draft) -> bool:
+    """Tell whether blocks are given parts of sequences that the model is given whole."""
+    return d.parallel.context_parallel_degree > 1 and d.facts.split_forward is not None
+
+
 def _common_heads(d: Draft) -> int:
     return gcd(d.facts.attention_heads, d.facts.key_value_heads)
 
@@ -45,6 +50,29 @@ RULES: tuple[Rule, ...] = (
          lambda d: context_method(d) in ("ulysses", "ring") and d.facts.own_attention_arguments,
          fix="use all_gather",
          because=lambda d: f"this model's attention also takes {', '.join(d.facts.own_attention_arguments)}"),
+    Rule("context-blocks-method", (CONTEXT_METHOD,), "a model whose inputs cannot be split gathers rows for attention",
+         lambda d: context_method(d) in ("ulysses", "ring") and _splits_blocks(d),
+         fix="use auto or all_gather"),
+    Rule("context-blocks-pipeline", (CONTEXT_DEGREE, "parallel.pipeline_parallel_degree"),
+         "a model whose inputs cannot be split makes masks and positions of whole sequences for blocks of one stage",
+         lambda d: _splits_blocks(d) and d.parallel.pipeline_parallel_degree > 1,
+         fix="use one of them at 1"),
+    Rule("context-blocks-sequence", (CONTEXT_DEGREE, "parallel.sequence_parallel"),
+         "tensor ranks share no positions of a model whose blocks gather rows",
+         lambda d: _splits_blocks(d) and d.sequence_parallel,
+         fix="use sequence_parallel false"),
+    Rule("context-blocks-compile", (CONTEXT_DEGREE, "model.compile"),
+         "blocks that gather rows of whole sequences are no one graph",
+         lambda d: _splits_blocks(d) and d.model.compile,
+         fix="use model.compile false"),
+    Rule("context-blocks-documents", (CONTEXT_DEGREE, "data.isolate_documents"),
+         "a model whose inputs cannot be split is tried without a mask of documents",
+         lambda d: _splits_blocks(d) and d.job.isolates_documents,
+         fix="use isolate_documents false, or context_parallel_degree 1"),
+    Rule("context-blocks-attention", (CONTEXT_DEGREE, "model.attention"),
+         "attention of some queries and all keys is given masks, which flash attention does not take",
+         lambda d: _splits_blocks(d) and d.model.attention.startswith("flash"),
+         fix="use model.attention auto"),
     Rule("context-kernel", (CONTEXT_METHOD, "model.attention"), "a ring is a kernel of its own",
          lambda d: context_method(d) == "ring" and d.model.attention not in ("auto", "eager", "sdpa"),
          fix="use model.attention auto"),

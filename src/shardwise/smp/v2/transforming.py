@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.axes import Axis, state_axes
+from shardwise.model.capability import refused
 from shardwise.model.discover import discover
 from shardwise.model.float8 import left_out
 from shardwise.plan.plan import resolve
@@ -66,6 +67,9 @@ def transform(
         weights = _of_rank0(model, weights)
     length = {"data.sequence_length": min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))}
     plan, facts = None, discover(model, make_job(length))
+    if facts.split_forward is not None:
+        why = f"the script splits the inputs of {facts.family}, which has to see sequences whole"
+        facts = facts.with_capabilities({Axis.CONTEXT: refused(why)})
     if layout.size(Axis.TENSOR, Axis.CONTEXT) > 1:
         values: dict[str, Any] = {
             **length,

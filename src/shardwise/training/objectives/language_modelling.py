@@ -53,8 +53,9 @@ class LanguageModelling(Objective):
             dtype = self.model.compute_dtype
             inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
         if self.decoder_start is not None:
-            assert microbatch.labels is not None
-            inputs["decoder_input_ids"] = self._decoder_inputs(microbatch.labels, self.decoder_start)
+            labels = microbatch.labels if microbatch.whole_labels is None else microbatch.whole_labels
+            assert labels is not None
+            inputs["decoder_input_ids"] = self._decoder_inputs(labels, self.decoder_start)
         return inputs
 
     def _decoder_inputs(self, labels: Tensor, start: int) -> Tensor:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.model.facts import SplitForward
 from tests.plan.rules.jobs import CONTEXT, CPU4, FACTS, KERNELS, NO_INTERFACE, case
+
+WHOLE = replace(FACTS, split_forward=SplitForward({}))
 
 CASES = {
     "context-model": case(
@@ -35,6 +38,44 @@ CASES = {
         "use model.attention eager",
         CPU4,
         replace(FACTS, has_attention_dropout=True),
+    ),
+    "context-blocks-method": case(
+        {"parallel": {**CONTEXT, "context_parallel_method": "ring"}},
+        {"parallel": {**CONTEXT, "context_parallel_method": "all_gather"}},
+        "use auto or all_gather",
+        CPU4,
+        WHOLE,
+    ),
+    "context-blocks-pipeline": case(
+        {"parallel": {**CONTEXT, "pipeline_parallel_degree": 2}},
+        {"parallel": CONTEXT},
+        "for blocks of one stage; use one of them at 1",
+        CPU4,
+        WHOLE,
+    ),
+    "context-blocks-sequence": case(
+        {"parallel": {**CONTEXT, "tensor_parallel_degree": 2, "sequence_parallel": True}},
+        {"parallel": {**CONTEXT, "tensor_parallel_degree": 2}},
+        "use sequence_parallel false",
+        CPU4,
+        WHOLE,
+    ),
+    "context-blocks-compile": case(
+        {"parallel": CONTEXT, "model": {"compile": True}}, {"parallel": CONTEXT}, "no one graph", CPU4, WHOLE
+    ),
+    "context-blocks-documents": case(
+        {"parallel": CONTEXT, "data": {"isolate_documents": True}},
+        {"parallel": CONTEXT},
+        "without a mask of documents; use isolate_documents false",
+        CPU4,
+        WHOLE,
+    ),
+    "context-blocks-attention": case(
+        {"parallel": CONTEXT, "model": {"attention": "flash"}},
+        {"parallel": CONTEXT, "model": {"attention": "blockwise"}},
+        "which flash attention does not take; use model.attention auto",
+        CPU4,
+        replace(KERNELS, split_forward=SplitForward({})),
     ),
     "context-kernel": case(
         {"parallel": {**CONTEXT, "context_parallel_method": "ring"}, "model": {"attention": "blockwise"}},

@@ -1,0 +1,101 @@
+"""How blocks run on rows of sequences that their model sees whole: found by a forward on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.mpt.modeling_mpt import MptMLP
+
+from shardwise.job.axes import Axis
+from shardwise.job.schema import Job
+from shardwise.model.build import build_model
+from shardwise.model.discover import discover, find_block_lists
+from shardwise.model.facts import DECODER, ENCODER, GatheredModule, SplitAttention, SplitForward
+from shardwise.model.split_forward import find_split_forward
+from shardwise.testing.toy_configs import toy_config
+
+
+def model_of(task: str, model_type: str, **config: Any) -> PreTrainedModel:
+    job = {"model": {"config": toy_config(model_type, **config), "task": task}}
+    model = build_model(Job.model_validate(job))
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def found(model: PreTrainedModel) -> tuple[SplitForward | None, str]:
+    return find_split_forward(model, find_block_lists(model), None)
+
+
+def test_an_encoder_and_a_decoder_with_positions_of_their_own() -> None:
+    forward, failure = found(model_of("seq2seq_lm", "bart"))
+    assert forward is not None and not failure
+    sides = [block.side for block in forward.blocks.values()]
+    assert sides == [ENCODER, ENCODER, DECODER, DECODER] and not forward.gathered
+    assert (forward.encoder, forward.encoded) == ("model.encoder", (0,))
+    assert forward.attention["model.decoder.layers.1.self_attn"] == SplitAttention(local_keys=True)
+    assert forward.attention["model.decoder.layers.1.encoder_attn"] == SplitAttention(local_keys=False)
+
+
+@pytest.mark.slow
+def test_the_first_block_makes_the_biases_of_all() -> None:
+    forward, _ = found(model_of("seq2seq_lm", "t5"))
+    assert forward is not None
+    makes_biases = [module.name for module in forward.gathered]
+    assert makes_biases == [f"{stack}.block.0.layer.0.SelfAttention" for stack in ("encoder", "decoder")]
+    assert forward.attention["encoder.block.1.layer.0.SelfAttention"] == SplitAttention(True, ("position_bias",))
+
+
+@pytest.mark.slow
+def test_a_block_that_mixes_and_one_that_attends() -> None:
+    forward, _ = found(model_of("causal_lm", "qwen3_next"))
+    assert forward is not None
+    assert forward.gathered == (GatheredModule("model.layers.0.linear_attn", DECODER, (0,), (0,)),)
+    assert list(forward.attention) == ["model.layers.1.self_attn"]
+    assert 0 in forward.blocks["model.layers.1"].arguments and len(forward.blocks["model.layers.1"].arguments) == 3
+
+
+class Shortened(MptMLP):
+    """An MLP whose scale depends on how many positions it is given."""
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        return super().forward(hidden_states / hidden_states.shape[1], residual)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_arithmetic_with_the_length_is_refused() -> None:
+    model = model_of("causal_lm", "mpt")
+    assert found(model)[0] is not None
+    model.get_submodule("transformer.blocks.1.ffn").__class__ = Shortened
+    forward, failure = found(model)
+    assert forward is None and "depend on the length of a sequence" in failure
+
+
+class Reversed(nn.Module):
+    """A norm behind the blocks that turns sequences round."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.flip(1)
+
+
+@pytest.mark.slow
+def test_mixing_behind_the_blocks_is_refused() -> None:
+    model = model_of("causal_lm", "mpt")
+    model.transformer.norm_f = Reversed()
+    assert found(model) == (None, "it mixes positions outside of its blocks (flip)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task, model_type, config, says",
+    [
+        ("seq2seq_lm", "nllb-moe", {}, "its experts take a share of a microbatch's tokens"),
+        ("masked_lm", "fnet", {}, "it mixes positions outside of its blocks (select)"),
+    ],
+)
+def test_others_are_refused(task: str, model_type: str, config: dict[str, Any], says: str) -> None:
+    job = Job.model_validate({"model": {"config": toy_config(model_type, **config), "task": task}})
+    answer = discover(build_model(job), job).supports(Axis.CONTEXT)
+    assert not answer.ok and answer.reason == says
