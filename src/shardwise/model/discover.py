@@ -159,9 +159,7 @@ def _discover(
     )
 
 
-def _probe(
-    model: nn.Module, job: Job, example: Mapping[str, Tensor] | None
-) -> tuple[list[list[str]], ForwardProbe]:
+def _probe(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> tuple[list[list[str]], ForwardProbe]:
     """Return the lists of blocks, and what a forward has shown.
 
     Blocks whose forward is run without calling them (SqueezeBERT's) are none: no hook runs in which ranks gather. Nor
