@@ -317,7 +317,7 @@ class ExaminedModel:
 
     @cached_property
     def split_forward(self) -> tuple[SplitForward | None, str]:
-        """How its blocks run on rows, where its inputs cannot be split, or None and why not."""
+        """The way in which its blocks run on rows, where its inputs cannot be split, or None and why there is none."""
         return _split_forward(self)
 
     @cached_property

@@ -162,7 +162,7 @@ class SplitAttention:
 
 @dataclass(frozen=True)
 class SplitForward:
-    """How the blocks of a model run on some rows of its sequences, while all ahead of them sees sequences whole.
+    """Blocks of a model on some rows of its sequences, while all ahead of them sees sequences whole.
 
     Attributes:
         blocks: those that run, by name.

@@ -54,19 +54,19 @@ def find_split_forward(
         trials.append(_Trial(copy_to_probe(model).train(), lists, lengths))
         return trials[-1].run(device, dtype)
 
-    found: list[tuple[SplitForward, Any]] = []
+    shown: list[tuple[SplitForward, Any]] = []
     for lengths in _lengths(model, longest):
         forward, failure = try_devices(partial(run, lengths))
         if forward is None:
             mixed = trials[0].mixed
             return None, f"it mixes positions outside of its blocks ({mixed})" if mixed else failure
-        found.append((forward, trials[-1].apart.numbers))
-    if len(found) < TRIALS:
+        shown.append((forward, trials[-1].apart.numbers))
+    if len(shown) < TRIALS:
         return None, "it takes no sequences of lengths that are not among its sizes"
-    if found[0] != found[1]:
+    if shown[0] != shown[1]:
         return None, "numbers that depend on the length of a sequence go into its blocks' arithmetic"
     routers = [router for router, _ in find_routers(model).values()]
-    split = found[0][0]
+    split = shown[0][0]
     for module in split.gathered:
         if any(f"{name}.".startswith(f"{module.name}.") for name in routers):
             return None, f"{module.name} holds a router, and looks at other positions"
@@ -81,13 +81,13 @@ def _lengths(model: nn.Module, longest: int | None) -> list[Lengths]:
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape if size}
     free = [prime for prime in PRIMES if not any(size % prime == 0 for size in sizes)]
     free = [prime for prime in free if longest is None or prime <= longest]
-    found: list[Lengths] = []
+    lengths: list[Lengths] = []
     for parts in combinations(free, 2):
         # Nor do parts divide what a padding or a shift of whole sequences makes of them.
         whole = [length for length in free if length > max(parts) and not _is_near(length, parts)]
-        if len(whole) > 1 and not any(part in parts for sides in found for _, part in sides):
-            found.append(((whole[1], parts[1]), (whole[0], parts[0])))
-    return found[:TRIALS]
+        if len(whole) > 1 and not any(part in parts for sides in lengths for _, part in sides):
+            lengths.append(((whole[1], parts[1]), (whole[0], parts[0])))
+    return lengths[:TRIALS]
 
 
 def _is_near(length: int, parts: Sequence[int]) -> bool:
@@ -191,8 +191,8 @@ class _Trial:
         numbers = tuple(number for number, leaf in enumerate(results) if _has_rows(leaf, whole))
         if not numbers:
             raise RuntimeError(f"{module.name} looks at other positions and returns no hidden states")
-        found = GatheredModule(module.name, module.side, module.arguments, numbers)
-        if self.gathered.setdefault(module.name, found) != found:
+        described = GatheredModule(module.name, module.side, module.arguments, numbers)
+        if self.gathered.setdefault(module.name, described) != described:
             raise RuntimeError(f"{module.name} is called in several ways")
         inside = f"{module.name}."
         for name in [name for name in (*self.gathered, *self.attention) if name.startswith(inside)]:
@@ -242,10 +242,10 @@ class _Trial:
             name for name, argument in kwargs.items()
             if isinstance(argument, Tensor) and argument.dim() > 2 and argument.shape[-2] == whole
         )  # fmt: skip
-        found = SplitAttention(key.shape[2] == part, rows)
-        if self.attention.setdefault(self.names[id(module)], found) != found or kwargs.get(WINDOW):
+        described = SplitAttention(key.shape[2] == part, rows)
+        if self.attention.setdefault(self.names[id(module)], described) != described or kwargs.get(WINDOW):
             raise MixedRowsError("attention in several forms")
-        if found.local_keys:
+        if described.local_keys:
             key, value = (_resized(tensor, whole, 2) for tensor in (key, value))
         kwargs |= {name: _resized(kwargs[name], part, -2) for name in rows}
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[2] == whole:

@@ -261,8 +261,7 @@ def _with_rows(
     elif isinstance(mask, Tensor):
         mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
     elif name != "eager" and _hides_ahead(module, arguments):  # an eager attention without a mask hides nothing
-        seen = make_mask(1, columns, causal=True)
-        mask = Mask(seen.function, rows, columns, 1)
+        mask = Mask(make_mask(1, columns, causal=True).function, rows, columns, 1)
         mask = mask if name.startswith(PREFIX) else mask.dense
     with _probability_block(
         context.tensor_index * query.shape[1], shard.positions, columns, shard.length, len(columns)
