@@ -95,15 +95,15 @@ def read_host(variables: Mapping[str, str]) -> HostEnvironment | None:
 
 def _join_seconds(variables: Mapping[str, str]) -> float:
     """Read torchrun's option for how long hosts wait for one another: `join_timeout=60`, among others."""
-    found = JOIN_TIMEOUT.search(variables.get("PET_RDZV_CONF", ""))
-    if found is None:
+    timeout = JOIN_TIMEOUT.search(variables.get("PET_RDZV_CONF", ""))
+    if timeout is None:
         return JOIN_SECONDS
-    if not found[1].strip().isdecimal() or not int(found[1]):
+    if not timeout[1].strip().isdecimal() or not int(timeout[1]):
         raise MachineError(
-            f"PET_RDZV_CONF={variables['PET_RDZV_CONF']}: join_timeout={found[1]} is no number of seconds from 1; "
+            f"PET_RDZV_CONF={variables['PET_RDZV_CONF']}: join_timeout={timeout[1]} is no number of seconds from 1; "
             f"use e.g. join_timeout={JOIN_SECONDS:.0f}"
         )
-    return float(found[1])
+    return float(timeout[1])
 
 
 def _torchrun_variables(variables: Mapping[str, str]) -> HostEnvironment | None:
