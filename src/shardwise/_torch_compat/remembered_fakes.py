@@ -55,9 +55,7 @@ class RememberedFakeMode(FakeTensorMode):
         self._entries: dict[tuple[Any, ...], _Entry | None] = {}  # None: torch is to be asked each time
         self._keyed: dict[Any, bool] = {}  # operators
 
-    def dispatch(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Work out an operator, or make its outputs as they were before."""
         kwargs = kwargs or {}
         key, tensors = self._key(func, args, kwargs)
