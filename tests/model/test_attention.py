@@ -45,8 +45,8 @@ def test_attention_of_its_own() -> None:
     config = {"model_type": "mpt", "d_model": 32, "n_layers": 1, "n_heads": 4}
     wanted = Job.model_validate({"model": {"config": config}})
     facts = discover(build_model(wanted), wanted)
-    reason = facts.supports(Axis.CONTEXT).reason
-    assert reason.startswith("mpt takes no position_ids") or "Interface" in reason
+    assert facts.supports(Axis.CONTEXT).ok and facts.split_forward is not None
+    assert [module.name for module in facts.split_forward.gathered] == ["transformer.blocks.0.attn"]
     assert facts.attention_kernels.reason == "mpt is not among the families whose attention kernels compute"
 
 
