@@ -50,8 +50,9 @@ def test_attention_of_its_own() -> None:
     assert facts.attention_kernels.reason == "mpt is not among the families whose attention kernels compute"
 
 
-def test_biases_that_count_positions() -> None:
-    assert "ALiBi biases from its own inputs" in facts_of("falcon", alibi=True).supports(Axis.CONTEXT).reason
+def test_biases_that_count_positions_are_made_of_whole_sequences() -> None:
+    assert facts_of("falcon").split_forward is None
+    assert facts_of("falcon", alibi=True).split_forward is not None
 
 
 WITH_KERNELS = {name: family.attention for name, family in known_families().items() if family.attention is not None}

@@ -41,11 +41,11 @@ def test_rotary_positions_count_from_zero_in_the_same_model() -> None:
     assert find_position_rule(model, "esm.encoder.layer.0") == PositionRule()
 
 
-def test_a_look_at_whole_sequences_is_refused() -> None:
+def test_a_look_at_whole_sequences_is_at_whole_ones() -> None:
     """ESM's token dropout scales a sequence by its share of masked tokens."""
     job = masked_job("esm", pad_token_id=1, mask_token_id=3, token_dropout=True)
-    capability = discover(build_model(job), job).supports(Axis.CONTEXT)
-    assert not capability.ok and "looks at whole sequences" in capability.reason
+    facts = discover(build_model(job), job)
+    assert facts.supports(Axis.CONTEXT).ok and facts.split_forward is not None
 
 
 def test_positions_behind_the_padding() -> None:

@@ -79,12 +79,15 @@ def test_fp64_is_refused_where_transformers_own_code_fails_in_it() -> None:
     assert resolved(job, replace(facts, unfit_dtypes={})).dtypes.compute == "fp64"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"), [("doge", "numbers that it computes"), ("gemma4_unified", "tokens are of one picture")]
-)
-def test_masks_of_whole_sequences_refuse_context_ranks(model_type: str, reason: str) -> None:
-    job = toy_job(model_type)
-    assert reason in discover(build_model(job), job).supports(Axis.CONTEXT).reason
+@pytest.mark.parametrize("model_type", ["doge", "gemma4_unified"])
+def test_masks_of_whole_sequences_are_made_of_whole_ones(model_type: str) -> None:
+    facts = facts_of(model_type, "causal_lm")
+    assert facts.supports(Axis.CONTEXT).ok and facts.split_forward is not None
+
+
+def test_masks_that_a_model_makes_itself_refuse_split_inputs() -> None:
+    """LayoutLM's are of the tokens that it is given."""
+    assert not facts_of("layoutlm", "masked_lm").supports(Axis.CONTEXT).ok
 
 
 def facts_of(model_type: str, task: str, **config: Any) -> ModelFacts:

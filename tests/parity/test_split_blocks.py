@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import coverage
 from shardwise.job.schema import Job
+from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up
@@ -25,9 +26,15 @@ SLOW: list[tuple[str, str, int, dict[str, Any]]] = [  # task, type, ranks, setti
     ("causal_lm", "qwen3_next", 2, {**UNEVEN, **FULL}),  # a recurrent mixer and attention, by turns
     ("causal_lm", "mamba", 4, {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 4}, **UNEVEN}),
     ("causal_lm", "mpt", 3, {"parallel": {"context_parallel_degree": 3}, **UNEVEN}),
-    ("causal_lm", "gemma3", 4, {"parallel": {**CONTEXT, "tensor_parallel_degree": 2}, **UNEVEN}),
+    ("causal_lm", "mpt", 4, {"parallel": {**CONTEXT, "tensor_parallel_degree": 2}, **UNEVEN}),
     ("masked_lm", "albert", 2, {"data": {"sequence_length": 15}}),  # one block, which runs twice
     ("masked_lm", "deberta-v2", 2, {"data": {"sequence_length": 15}}),
+    ("causal_lm", "falcon", 2, {**UNEVEN, "model": {"config": toy_config("falcon", alibi=True)}}),
+    ("causal_lm", "doge", 2, UNEVEN),  # masks of numbers that it computes
+    ("causal_lm", "gemma4_unified", 2, UNEVEN),  # masks of pictures
+    ("causal_lm", "deepseek_v32", 2, UNEVEN),  # chooses the keys that a token looks at
+    ("masked_lm", "esm", 2, {"data": {"sequence_length": 15}, "model": {
+        "config": toy_config("esm", vocab_size=262, pad_token_id=1, mask_token_id=3, token_dropout=True)}}),
 ]  # fmt: skip
 
 

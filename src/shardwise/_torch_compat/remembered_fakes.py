@@ -25,7 +25,7 @@ UNKNOWN = -1
 
 
 class _Output(NamedTuple):
-    """How an output is made anew.
+    """The way to make an output anew.
 
     Attributes:
         argument: which of the flat arguments it is, or views; None of memory of its own.

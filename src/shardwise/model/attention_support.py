@@ -9,11 +9,12 @@ that every look at another position has to go through attention that can be exch
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from shardwise.model.attention_calls import MASK
 from shardwise.model.capability import Capability, unless
@@ -96,6 +97,8 @@ def _context_obstacles(
         yield f"the attention of {family} does not go through transformers' AttentionInterface once in each block"
     if MASK in arguments:
         yield f"{family} masks attention by numbers that it computes of whole sequences"
+    if not _has_masks_of_transformers(model):
+        yield f"{family} makes its masks from its own inputs"
     if _masks_pictures(model):
         yield f"{family} masks attention by which tokens are of one picture, over whole sequences"
     if "key_bias" in arguments and not counts_by_biases:
@@ -111,6 +114,13 @@ def _masks_pictures(model: nn.Module) -> bool:
     config: Any = model.config
     text = config.get_text_config()
     return text is not config and getattr(text, "use_bidirectional_attention", None) == "vision"
+
+
+def _has_masks_of_transformers(model: nn.Module) -> bool:
+    """Tell whether the code of `model` makes its masks by transformers' functions, which give whole ones."""
+    modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    values = (value for module in modules for value in vars(module or object).values())
+    return any(getattr(value, "__module__", "") == masking_utils.__name__ for value in values)
 
 
 def takes_positions(model: nn.Module) -> bool:

@@ -81,8 +81,6 @@ INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 LENGTH = 8  # tokens of a rehearsal
-# Why inputs cannot be split, where blocks alone can: kinds that were held against one process.
-SPLIT_IN_BLOCKS = ("takes no position_ids", "AttentionInterface once in each block", "index_topk", "or a scan")
 FACTORY_ATTENTION = refused("a module of model.factory keeps the attention that it was built with")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "block_size")
 
@@ -371,8 +369,6 @@ def _split_inputs(examined: ExaminedModel) -> Capability:
 def _split_forward(examined: ExaminedModel) -> tuple[SplitForward | None, str]:
     forward, model = examined.forward, examined.model
     if examined.split_inputs.ok or forward.failure or not isinstance(model, PreTrainedModel):
-        return None, ""
-    if not any(kind in examined.split_inputs.reason for kind in SPLIT_IN_BLOCKS):
         return None, ""
     if forward.draws_on_activations:
         return None, "its forward draws random numbers for all tokens of a microbatch together"

@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.job.axes import Axis, state_axes
 from shardwise.model.capability import refused
 from shardwise.model.discover import discover
+from shardwise.model.facts import ModelFacts
 from shardwise.model.float8 import left_out
 from shardwise.plan.plan import resolve
 from shardwise.smp.options import make_job
@@ -66,10 +67,7 @@ def transform(
     if load_state_dict_from_rank0:
         weights = _of_rank0(model, weights)
     length = {"data.sequence_length": min(PROBED, getattr(model.config, "max_position_embeddings", PROBED))}
-    plan, facts = None, discover(model, make_job(length))
-    if facts.split_forward is not None:
-        why = f"the script splits the inputs of {facts.family}, which has to see sequences whole"
-        facts = facts.with_capabilities({Axis.CONTEXT: refused(why)})
+    plan, facts = None, _discover(model, length)
     if layout.size(Axis.TENSOR, Axis.CONTEXT) > 1:
         values: dict[str, Any] = {
             **length,
@@ -97,6 +95,15 @@ def transform(
     mark(model, dict.fromkeys(layer.name for layer in facts.attention), MultiheadAttention)
     state.transformed = True
     return model.to(device=None if any(p.is_meta for p in model.parameters()) else device, dtype=dtype)
+
+
+def _discover(model: nn.Module, length: dict[str, Any]) -> ModelFacts:
+    """Return the facts of `model`, whose inputs a script splits over context ranks."""
+    facts = discover(model, make_job(length))
+    if facts.split_forward is None:
+        return facts
+    why = f"the script splits the inputs of {facts.family}, which has to see sequences whole"
+    return facts.with_capabilities({Axis.CONTEXT: refused(why)})
 
 
 def _check(model: nn.Module, config: Any, cp_comm_type: str) -> None:
