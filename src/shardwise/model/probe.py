@@ -77,6 +77,7 @@ MATRIX_PRODUCTS = {
 MIXERS = {
     torch.conv1d, torch.conv2d, nn.functional.conv1d, nn.functional.conv2d, torch.cumsum, Tensor.cumsum, torch.cumprod,
     Tensor.cumprod, torch.roll, Tensor.roll, torch.flip, Tensor.flip, torch.fft.fft, torch.fft.rfft, torch.fft.fftn,
+    nn.functional.pad,
 }  # fmt: skip
 OF_EQUAL_DTYPES = {
     F.layer_norm, F.group_norm, F.batch_norm, F.rms_norm, F.scaled_dot_product_attention, F.conv1d, F.conv2d, F.conv3d,

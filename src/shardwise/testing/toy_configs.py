@@ -133,15 +133,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "ple_layer_ids": [0],
-        "ple_embed_dim": 64,
-    },
     "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": 2},
 }
 
