@@ -424,7 +424,7 @@ def _stages(
         failure = reads_absent_weights(model, lists[0], stages) if capability.ok else ""
         if not failure:
             return stages, capability
-        reason = f"its forward reads weights ahead of its blocks, which later stages do not hold: {failure}"
+        reason = f"its forward reads weights outside of its blocks, which other stages do not hold: {failure}"
         return StageFacts(order=tuple(forward.order.calls)), refused(reason)
     if not capability.ok or example is None:
         return replace(stages, hidden=()), capability  # it was shown tokens of some length, and takes any

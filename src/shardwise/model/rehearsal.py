@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,22 +38,22 @@ def rehearse_stage(
 
 @once_a_config
 def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: StageFacts) -> str:
-    """Return how the forward of a stage without the modules ahead of the blocks fails for want of their weights.
+    """Return how the forward of a stage without the modules ahead of the blocks, or behind, fails for want of weights.
 
     Empty where it does not, or fails in another way. A model may ask a weight on which device it is.
     """
 
-    def rehearse(device: str, dtype: torch.dtype) -> None:
+    def rehearse(absent: Iterable[str], device: str, dtype: torch.dtype) -> None:
         rehearsed = copy_to_probe(model)
         for name in blocks:
             _empty_block(rehearsed, name, stages)
-        for name in stages.before:
+        for name in absent:
             shape = stages.placeholders.get(name)
             drop_parameters(rehearsed.get_submodule(name), placeholder(shape, dtype, torch.device(device)), ())
         run_on_fakes(rehearsed, token_inputs(model, POSITIONS), device, dtype)
 
-    failure = try_devices(rehearse)[1]
-    return failure if "'NoneType'" in failure else ""
+    failures = (try_devices(partial(rehearse, absent))[1] for absent in (stages.before, stages.after))
+    return next((failure for failure in failures if "'NoneType'" in failure), "")
 
 
 def _empty_block(model: nn.Module, name: str, stages: StageFacts) -> None:
