@@ -118,8 +118,8 @@ def _masks_pictures(model: nn.Module) -> bool:
 
 def _has_masks_of_transformers(model: nn.Module) -> bool:
     """Tell whether the code of `model` makes its masks by transformers' functions, which give whole ones."""
-    modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
-    values = (value for module in modules for value in vars(module or object).values())
+    files = {sys.modules[type(module).__module__] for module in model.modules()}
+    values = (value for file in files for value in vars(file).values())
     return any(getattr(value, "__module__", "") == masking_utils.__name__ for value in values)
 
 
