@@ -96,10 +96,9 @@ def facts_of(model_type: str, task: str, **config: Any) -> ModelFacts:
 
 
 def test_what_is_dropped_of_without_rows_asks_for_a_microbatch() -> None:
-    """XLNet has positions in the first dim, Funnel drops of a table of angles; BERT's tensors begin with rows."""
-    for model_type, expected in (("xlnet", True), ("funnel", True), ("bert", False)):
-        task = "causal_lm" if model_type == "xlnet" else "masked_lm"
-        assert facts_of(model_type, task).drops_by_microbatch == expected
+    """Funnel drops of a table of angles; BERT's tensors begin with rows."""
+    for model_type, expected in (("funnel", True), ("bert", False)):
+        assert facts_of(model_type, "masked_lm").drops_by_microbatch == expected
 
 
 def test_blocks_that_are_not_called_are_no_units() -> None:

@@ -14,11 +14,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import shardwise.smp.v2 as tsm
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, LegalityError
 from shardwise.smp.v2.grad_norm import clip_grad_norm_
+from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches
 from tests.smp.sharded_scripts import make_model, wrap
@@ -60,6 +62,24 @@ def test_what_degrees_would_not_split_is_refused(
 ) -> None:
     for said in world_pool.run(2, _refused, config, transforms):
         assert says in said
+
+
+def _refused_by_transform() -> str:
+    """Of a model that cannot be told positions, whose inputs a script would split."""
+    try:
+        tsm.init({"context_parallel_degree": 2})
+        config = toy_config("mamba")
+        tsm.transform(AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config)))
+    except LegalityError as error:
+        return str(error)
+    finally:
+        tsm.state.reset()
+    return ""
+
+
+def test_a_model_that_has_to_see_whole_sequences_is_refused(world_pool: WorldPool) -> None:
+    for said in world_pool.run(2, _refused_by_transform):
+        assert "the script splits the inputs of mamba, which has to see sequences whole" in said
 
 
 def _frozen_names() -> set[str]:
