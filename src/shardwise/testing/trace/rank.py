@@ -21,6 +21,7 @@ from transformers import masking_utils
 from shardwise._torch_compat.groups import fake_store
 from shardwise._torch_compat.remembered_fakes import RememberedFakeMode
 from shardwise.data.batch import Batch
+from shardwise.data.packed_rows import most_completions
 from shardwise.errors import MachineError
 from shardwise.job.axes import Axis
 from shardwise.model.build import build_model
@@ -40,7 +41,7 @@ from shardwise.testing.trace.storages import STATE, WEIGHTS, Storages
 from shardwise.training import step as training_step
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.reference import frozen_copy, needs_copy
+from shardwise.training.reference import PRECOMPUTED, frozen_copy, needs_copy
 
 FAKE = "fake"
 WHOLE = 1 << 62
@@ -218,5 +219,7 @@ def _batch(plan: Plan) -> Batch:
     inputs = {"input_ids": tokens} | ({"position_ids": torch.empty_like(tokens)} if isolated else {})
     documents = torch.empty_like(tokens) if isolated else None
     completions = torch.empty_like(tokens) if plan.job.reads_pairs else None
+    is_ahead = plan.reference == PRECOMPUTED
+    reference = torch.empty(rows, most_completions(length), dtype=torch.float64) if is_ahead else None
     counters = torch.empty(rows, dtype=torch.int64)
-    return Batch(inputs, torch.empty_like(tokens), counters, documents, completions=completions)
+    return Batch(inputs, torch.empty_like(tokens), counters, documents, completions=completions, reference=reference)
