@@ -26,6 +26,7 @@ from shardwise.data.streaming.definition import Position
 
 DEFINITION, TOKENIZER, STATUS, FAILURE = "definition.json", "tokenizer.json", "status.json", "failure.json"
 READERS, LOCK = "readers.npy", "lock"
+ENDING = ".ending"  # behind the name of a directory whose producer removes it
 
 
 class Block(NamedTuple):

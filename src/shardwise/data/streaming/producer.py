@@ -25,7 +25,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.data.streaming.block_cache import DEFINITION, FAILURE, STATUS, TOKENIZER, Block, BlockCache, hold_lock
+from shardwise.data.streaming.block_cache import (
+    DEFINITION,
+    ENDING,
+    FAILURE,
+    STATUS,
+    TOKENIZER,
+    Block,
+    BlockCache,
+    hold_lock,
+)
 from shardwise.data.streaming.definition import BUFFER_CHARACTERS, Position, StreamDefinition
 from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.data.streaming.rows import RowReader, Value
@@ -249,7 +258,7 @@ def _watch(parent: int, directory: Path) -> None:
     for worker in active_children():
         worker.kill()
     with suppress(FileNotFoundError):
-        ending = directory.rename(f"{directory}.ending")  # so that nothing is written into it any more
+        ending = directory.rename(f"{directory}{ENDING}")  # so that nothing is written into it any more
         shutil.rmtree(ending, ignore_errors=True)
     os._exit(0)
 

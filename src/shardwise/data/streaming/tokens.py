@@ -25,6 +25,7 @@ import numpy as np
 
 from shardwise.data.streaming.block_cache import (
     DEFINITION,
+    ENDING,
     FAILURE,
     STATUS,
     TOKENIZER,
@@ -268,4 +269,5 @@ def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    shutil.rmtree(directory, ignore_errors=True)
+    for left in (directory, Path(f"{directory}{ENDING}")):
+        shutil.rmtree(left, ignore_errors=True)
