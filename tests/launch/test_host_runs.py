@@ -105,5 +105,5 @@ def test_a_host_that_fails_before_they_meet_is_named_by_the_others(
     )
     assert [code for code, _ in ended] == [MISTAKE, MISTAKE], ended
     assert nowhere in ended[1][1] and "Traceback" not in ended[1][1]
-    heard = "host 1 failed: " in ended[0][1] and nowhere in ended[0][1]
+    heard = f"host 1 failed: the cache {nowhere}" in ended[0][1]
     assert heard or "host 1 of 2 did not come to 127.0.0.1:" in ended[0][1]

@@ -96,9 +96,11 @@ def facts_of(model_type: str, task: str, **config: Any) -> ModelFacts:
 
 
 def test_what_is_dropped_of_without_rows_asks_for_a_microbatch() -> None:
-    """Funnel drops of a table of angles; BERT's tensors begin with rows."""
+    """Funnel drops of a table of angles; BERT's tensors begin with rows. FSMT reads values, and may do anything."""
     for model_type, expected in (("funnel", True), ("bert", False)):
         assert facts_of(model_type, "masked_lm").drops_by_microbatch == expected
+    assert facts_of("fsmt", "seq2seq_lm").drops_by_microbatch
+    assert not facts_of("fsmt", "seq2seq_lm", dropout=0.0, attention_dropout=0.0).drops_by_microbatch
 
 
 def test_blocks_that_are_not_called_are_no_units() -> None:

@@ -35,8 +35,11 @@ if torch.__version__ < "2.12":
 
 # No public name: FSDP2 passes what a unit is given through a function of autograd, which makes zeros of gradients that
 # nothing has sent. An optimizer would take these for gradients: weights that one process leaves alone would decay.
-class _PostBackward(_fsdp_param_group.RegisterPostBackwardFunction):  # type: ignore[misc]
-    if "setup_context" in vars(_fsdp_param_group.RegisterPostBackwardFunction):
+_OfTorch = _fsdp_param_group.RegisterPostBackwardFunction
+
+
+class _PostBackward(_OfTorch):  # type: ignore[misc, valid-type]
+    if "setup_context" in vars(_OfTorch):
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -51,7 +54,6 @@ class _PostBackward(_fsdp_param_group.RegisterPostBackwardFunction):  # type: ig
             return _OfTorch.forward(ctx, *inputs)
 
 
-_OfTorch = _fsdp_param_group.RegisterPostBackwardFunction
 _fsdp_param_group.RegisterPostBackwardFunction = _PostBackward  # type: ignore[misc]
 
 

@@ -118,12 +118,13 @@ class RememberedFakeMode(FakeTensorMode):
                 plain = torch.empty(0, dtype=output.dtype, device="meta")
                 storage = tensors[output.argument].untyped_storage()
                 plain.set_(storage, output.offset, output.shape, output.stride)  # type: ignore[call-overload]
-        return _fake(plain, output.attributes or {})
+        assert output.attributes is not None
+        return _fake(plain, output.attributes)
 
 
 def _fake(plain: Tensor, attributes: Mapping[str, Any]) -> Tensor:
     """Return a fake tensor, as torch makes them, with the attributes of one that it has made."""
-    device = attributes["fake_mode"] and attributes["_fake_device"]
+    device = attributes["_fake_device"]
     fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     fake.__dict__.update(attributes)

@@ -224,12 +224,12 @@ def _coupling(
     """Return why rows of a microbatch may change each other's numbers; a user's module is tried for that later."""
     return {
         "drops_by_microbatch": _drops_by_microbatch(model, forward, example),
-        "couples_rows": takes_shares(config),
+        "couples_rows": _takes_shares(config),
         "draws_numbers": isinstance(model, PreTrainedModel) and forward.draws_on_activations,
     }
 
 
-def takes_shares(config: Any) -> bool:
+def _takes_shares(config: Any) -> bool:
     """Tell whether the capacity of experts is a share of a microbatch's tokens, as NLLB's is."""
     return getattr(config, "moe_eval_capacity_token_fraction", None) is not None
 
@@ -372,7 +372,7 @@ def _split_forward(examined: ExaminedModel) -> tuple[SplitForward | None, str]:
         return None, ""
     if forward.draws_on_activations:
         return None, "its forward draws random numbers for all tokens of a microbatch together"
-    if takes_shares(model.config):
+    if _takes_shares(model.config):
         return None, "its experts take a share of a microbatch's tokens"
     return find_split_forward(model, examined.lists, _number(model.config.get_text_config(), POSITIONS))
 

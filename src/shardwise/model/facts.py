@@ -299,9 +299,7 @@ class ModelFacts:
     effects: ForwardEffects = NO_EFFECTS  # of a user's module, beside those
     takes_outer_gradient: bool = False  # a user's forward takes a gradient through its blocks
     couples_rows: bool = False  # rows of a microbatch change each other's numbers in the forward or its loss
-    drops_by_microbatch: bool = (
-        False  # dropout depends on the rows together: what it drops of has no rows in its first dim
-    )
+    drops_by_microbatch: bool = False  # dropout depends on the rows together: they are not in the first dim
     keeps_statistics: bool = False  # a user's module takes statistics of rows together, and keeps them in buffers
     reads_statistics: bool = False  # and its forward in training reads what it keeps there
     draws_numbers: bool = False  # the forward draws random numbers other than those of dropout

@@ -424,7 +424,7 @@ class _RecordedForward:
         self.draws = FixedScalarDraws(draw)
         self.draws_process_numbers = False
         self.attention = AttentionCalls()
-        self.is_of_tokens = True
+        self.tokens = 0  # of a sequence that has logits, where the forward is given tokens
         for block in (block for blocks in self.blocks for block in blocks):
             model.get_submodule(block.name).register_forward_pre_hook(block.record_arguments, with_kwargs=True)
             model.get_submodule(block.name).register_forward_hook(block.record_output)
@@ -444,7 +444,8 @@ class _RecordedForward:
     def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype, on_fakes: bool = True) -> ForwardProbe:
         """Run the forward, on fake tensors or else on random numbers, and return what was seen."""
         make = _fake if on_fakes else _drawn
-        self.is_of_tokens = "input_ids" in inputs
+        ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+        self.tokens = 0 if ids is None else ids.shape[1]
         with ExitStack() as stack:
             stack.enter_context(_quiet())
             if on_fakes:
@@ -469,8 +470,8 @@ class _RecordedForward:
 
     def _fixed_logits(self, logits: Any) -> int:
         """Return the positions of logits [B, positions, classes], where there are not as many as tokens; else 0."""
-        has_positions = isinstance(logits, Tensor) and logits.dim() == 3 and self.is_of_tokens
-        return logits.shape[1] if has_positions and logits.shape[1] != self.functions.positions else 0
+        has_positions = isinstance(logits, Tensor) and logits.dim() == 3 and self.tokens
+        return logits.shape[1] if has_positions and logits.shape[1] != self.tokens else 0
 
     def _record_globals(self, module: nn.Module, args: Any, output: Any) -> None:
         tensors = tensors_in(self.namespaces)

@@ -133,7 +133,7 @@ class ContextParallel:
         """Return this rank's part of a whole microbatch, and which part that is; with `forward`, of its labels alone.
 
         Raises:
-            DataError: sequences are too short for blocks to take rows of them.
+            DataError: a sequence is as long as the rows that a block takes of it.
         """
         ids = microbatch.inputs["input_ids"]
         if self.forward is not None:
@@ -155,7 +155,10 @@ class ContextParallel:
         sides = self._rows(ids.shape[1], ids.device, None) if self.forward.encoder else None, of_labels
         for side in sides:
             if side is not None and side.length == len(side.positions):
-                raise DataError(f"context_parallel_degree={self.degree}: a sequence has no more than two tokens")
+                raise DataError(
+                    f"context_parallel_degree={self.degree}: a sequence has two tokens, as many as each rank takes; "
+                    "use longer ones, or context_parallel_degree 1"
+                )
         return sides
 
     def _targets(self, microbatch: Any, shard: SequenceShard) -> Any:

@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: f"longer than the model's {d.facts.max_positions} positions",
          use=lambda d: f"use at most {d.facts.max_positions}"),
     Rule("logits", ("data.sequence_length",), "the loss asks for the logits of each token",
-         lambda d: d.facts.fixed_logits not in (0, d.data.sequence_length),
+         lambda d: d.data.factory is None and d.facts.fixed_logits not in (0, d.data.sequence_length),
          fix="use as many tokens as the model has logits",
          because=lambda d: f"{d.facts.family} has logits for {d.facts.fixed_logits} positions, however many tokens",
          use=lambda d: f"use {d.facts.fixed_logits}"),
