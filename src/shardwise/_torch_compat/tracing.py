@@ -16,7 +16,11 @@ from torch._subclasses.fake_tensor import (
 )
 
 # No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_off
 
 # Waits for torch.utils.pytree, which does not exist in torch 2.13.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -28,6 +32,7 @@ __all__ = [
     "TorchDispatchMode",
     "asks_for_values",
     "attributes_of_fakes",
+    "dispatch_modes_off",
     "is_fake",
     "is_traceable_wrapper_subclass",
     "runs_backward",

@@ -415,6 +415,7 @@ def _stages(
     if forward.order is None:
         return StageFacts(), unless(forward.failure)
     stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
+    stages = replace(stages, pads=forward.pads and isinstance(model, PreTrainedModel))
     obstacle = next(_stage_obstacles(model, lists, forward, parents, capability.ok), "")
     if obstacle:
         return StageFacts(order=tuple(forward.order.calls)), refused(obstacle)

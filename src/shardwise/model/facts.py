@@ -73,6 +73,7 @@ class StageFacts:
         uses: parameter outside of blocks -> numbers of the blocks with which it is used.
         between: block number -> elements of the parameters that are used with it, neither `before` nor `after`.
         traced: whether stages are pieces of a traced forward.
+        pads: whether hidden states have other positions than the tokens: a model fills up its windows, say.
     """
 
     before: dict[str, int] = field(default_factory=dict)
@@ -88,11 +89,12 @@ class StageFacts:
     uses: dict[str, tuple[int, ...]] = field(default_factory=dict)
     between: dict[int, int] = field(default_factory=dict)
     traced: bool = False
+    pads: bool = False
 
     @property
     def has_flat_boundaries(self) -> bool:
         """Tell whether one flat tensor crosses a stage's boundaries: more than hidden states [B, S, H], or others."""
-        return self.traced or bool(self.encoder) or len(self.handed_on) > 1
+        return self.traced or self.pads or bool(self.encoder) or len(self.handed_on) > 1
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from shardwise.model.facts import NO_EFFECTS, AttentionFacts, ModelFacts
 from shardwise.model.fixed_values import FixedValues
 from shardwise.model.forward_failures import failure_reason
 from shardwise.model.gradient_hooks import definition_of
+from shardwise.model.known_values import KnownValues
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.parameter_writes import ForwardEffects, ParameterWrites
 from shardwise.model.process_numbers import process_numbers_kept
@@ -117,6 +118,7 @@ class ForwardProbe:
     mixes_positions: bool = False  # by a convolution or a scan
     fixed_logits: int = 0  # positions of the logits, where there are not as many as tokens
     handed_shape: tuple[int, ...] = ()  # of what the last block returns first; empty for no tensor
+    pads: bool = False  # that has another number of positions than the tokens
     takes_outer_gradient: bool = False  # the forward takes a gradient while no block runs
     blocks_without_gradient: bool = False  # blocks run where gradients are off, as in a checkpoint with reentry
     outside_reads: tuple[str, ...] = ()  # parameters read where neither their module nor its block ran
@@ -355,7 +357,13 @@ def run_on_fakes(
     watching: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Run the forward on fake tensors, inside `watching`; floats are of `dtype`, and of arguments `kept` of fp32."""
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), FixedScalarDraws():
+    with (
+        _quiet(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        KnownValues(),
+        torch.random.fork_rng(devices=[]),
+        FixedScalarDraws(),
+    ):
         state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
         arguments = {
             name: _fake(value, device, torch.float32 if name in kept else dtype) if isinstance(value, Tensor) else value
@@ -450,6 +458,7 @@ class _RecordedForward:
             stack.enter_context(_quiet())
             if on_fakes:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                stack.enter_context(KnownValues())
             state = {name: make(tensor, device, dtype) for name, tensor in self.model.named_buffers()}
             for name, parameter in self.model.named_parameters():  # a bias on scores may have a gradient
                 state[name] = nn.Parameter(make(parameter, device, dtype), parameter.requires_grad)
@@ -515,7 +524,8 @@ class _RecordedForward:
             ),
             mixes_positions=functions.mixes_positions,
             fixed_logits=self._fixed_logits(logits),
-            handed_shape=tuple(getattr(blocks[-1].outputs[0], "shape", ())) if blocks else (),
+            handed_shape=(handed_shape := tuple(getattr(blocks[-1].outputs[0], "shape", ())) if blocks else ()),
+            pads=bool(self.tokens) and len(handed_shape) == 3 and handed_shape[1] != self.tokens,
             outside_reads=tuple(sorted(functions.outside_reads)),
             takes_outer_gradient=functions.takes_outer_gradient,
             blocks_without_gradient=any(block.without_gradient for blocks in self.blocks for block in blocks),

@@ -17,6 +17,10 @@ from typing import Any
 
 RANKS = 4
 INSTALLED = "torch.testing._internal.distributed.distributed_test"
+HELPERS = (  # modules of torch's that name backends for its scripts
+    "torch.testing._internal.distributed._tensor.common_dtensor",
+    "torch.testing._internal.common_fsdp",
+)
 SECONDS = 60  # for a test, where torch has no other limit for it
 ASKS = (  # decorators of torch's that skip a test for what the host or torch's build has
     "skip_if_lt_x_gpu",
@@ -32,13 +36,19 @@ NO_GPU = (  # what a text says of a GPU, and what it says without one
     (r"\.to\((self\.)?(rank|device_id)\)", ""),
     (r"\bdevice_ids=\[[^\]]*\]", "device_ids=None"),
     (r"\boutput_device=torch\.device\([^()]*\)", "output_device=None"),
-    (r"\bdevice=(self\.)?(rank|device_id)\b(?!\.)", "device='cpu'"),
+    (r"\bdevice=((self\.)?(rank|device_id)\b(?!\.)|dist\.get_rank\(\))", "device='cpu'"),
+    (r"\b(self\.)?[\w.]*\bdevice_count\(\)", str(RANKS)),
+    (r"\btorch\.accelerator\.set_device_index\([^()]*\)", "None"),
+    (r"\btorch\.accelerator\.current_device_(index|idx)\(\)", "'cpu'"),
+    (r"\btorch\.accelerator\.current_accelerator\([^()]*\)", "torch.device('cpu')"),
+    (r"\btorch\.accelerator\.is_available\(\)", "False"),
     (r"\btorch\.cuda\.(set_device|synchronize|empty_cache)\([^()]*\)", "None"),
     (r"\btorch\.cuda\.manual_seed\b", "torch.manual_seed"),
     (r"\btorch\.device\((self\.)?(rank|next_rank)\)", "torch.device('cpu')"),
     (r"\btorch\.device\(f?(['\"])cuda[^()]*\)", "torch.device('cpu')"),
     (r"(['\"])cuda\1", "'cpu'"),
 )
+GLOOS_OWN = (r"\bbackend\.create_device\([^()]*\)", "None")  # the interface that its connections would take
 NO_NCCL = (
     (r"(['\"])nccl\1", "'gloo'"),
     (r"\bcuda:nccl\b", "cuda:gloo"),
@@ -48,7 +58,7 @@ NO_NCCL = (
 
 def adapt(text: str, backend: str, without_nccl: bool) -> str:
     """Return a test's text for the CPU, with `backend` for Gloo; with `without_nccl` for NCCL too."""
-    for pattern, other in (*NO_GPU, *(NO_NCCL if without_nccl else ())):
+    for pattern, other in (*NO_GPU, GLOOS_OWN, *(NO_NCCL if without_nccl else ())):
         text = re.sub(pattern, other, text)
     text = re.sub(r"(['\"])gloo(['\":])", rf"\1{backend}\2", text)
     text = re.sub(r"\b(cpu|cuda):gloo\b", rf"\1:{backend}", text)
@@ -63,8 +73,12 @@ def prepare(backend: str) -> None:
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS),
         "OMP_NUM_THREADS": "1",
     }
+    import torch.distributed
+    import torch.multiprocessing
     from torch.testing._internal import common_distributed as common
 
+    torch.multiprocessing.set_start_method("fork")
+    torch.distributed.Backend.default_device_backend_map["cpu"] = backend
     for backends in common.DistTestCases.backend_feature.values():
         if "gloo" in backends:
             backends.add(backend)
@@ -80,9 +94,7 @@ def prepare(backend: str) -> None:
 
 def load_installed(backend: str) -> ModuleType:
     """Load the tests that torch installs, with the class that torch's own script makes of them."""
-    spec = importlib.util.find_spec(INSTALLED)
-    assert spec is not None and spec.origin is not None
-    module = _load(INSTALLED, Path(spec.origin), backend, without_nccl=False)
+    module = _load(INSTALLED, _source(INSTALLED), backend, without_nccl=False)
 
     class TestDistBackendWithSpawn(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
@@ -96,9 +108,17 @@ def load_installed(backend: str) -> ModuleType:
 
 def load_script(path: Path, backend: str) -> ModuleType:
     """Load one of torch's test scripts; those beside it and below torch's `test` can be imported by it."""
+    for name in HELPERS:
+        _load(name, _source(name), backend, without_nccl=False)
     roots = [parent for parent in path.parents if parent.name == "test"]
     sys.path[:0] = [str(path.parent), *(str(each) for root in roots for each in (root, root.parent))]
     return _load(path.stem, path, backend, without_nccl=True)
+
+
+def _source(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
 
 
 def _load(name: str, path: Path, backend: str, without_nccl: bool) -> ModuleType:

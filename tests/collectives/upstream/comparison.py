@@ -11,9 +11,18 @@ from typing import Any
 
 Results = dict[str, dict[str, Any]]  # outcome, why and seconds by test
 
+CUSTOM = "the test tells a fake backend from another by torch's type of it, which is `custom` for both"
+SEQUENCE = "torch refuses sequence numbers to backends whose type it does not know"
 # By test, why it passes on Gloo alone. Ten at most.
 REASONS = {
     "test_ddp_logging_data_cpu": "DDP's log names a backend by torch's type of it: `custom` where torch has none",
+    "test_backend_override_argument_dict_with_idx_and_backend_eager": CUSTOM,
+    "test_backend_override_argument_dict_with_idx_and_backend_lazy": CUSTOM,
+    "test_sequence_num_set_default_pg_gloo": SEQUENCE,
+    "test_sequence_num_set_gloo_new_group": SEQUENCE,
+    "test_all_to_all_single": "Gloo refuses a transposed tensor, the engine exchanges it",
+    "test_gloo_set_pg_timeout_api": "of a rank that has left the engine says so, before the timeout",
+    "test_long": "torch's log of collectives says `shardwise:all_reduce` where the test wants `gloo:all_reduce`",
 }
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 import sys
 import time
 import unittest
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +51,24 @@ def main(backend: str, results: str, source: str, part: str = "") -> None:
 
     registration.register()
     adapted.prepare(backend)
+    signal.signal(signal.SIGALRM, _fail_late_test)
     is_installed = source == "installed"
     module = adapted.load_installed(backend) if is_installed else adapted.load_script(Path(source), backend)
+    tests = _tests(unittest.defaultTestLoader.loadTestsFromModule(module))
+    chosen = [test for test in tests if part in _name(test)]
     with open(results, "a", buffering=1) as lines:
-        for test in _tests(unittest.defaultTestLoader.loadTestsFromModule(module)):
-            name = ".".join(test.id().split(".")[-2:])
-            if part in name:
-                lines.write(json.dumps({"test": name} | _run(test)) + "\n")
+        for kind, of_class in groupby(chosen, type):
+            for test in of_class:
+                lines.write(json.dumps({"test": _name(test)} | _run(test)) + "\n")
+            kind.tearDownClass()  # ends ranks that torch has started for all tests of a class
+
+
+def _fail_late_test(number: int, frame: Any) -> None:
+    raise TimeoutError(f"did not end within {2 * adapted.SECONDS} s")
+
+
+def _name(test: unittest.TestCase) -> str:
+    return ".".join(test.id().split(".")[-2:])
 
 
 def _tests(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
@@ -68,7 +81,9 @@ def _tests(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 
 def _run(test: unittest.TestCase) -> dict[str, Any]:
     outcome, began = Outcome(), time.monotonic()
+    signal.alarm(2 * adapted.SECONDS)  # torch waits without end for ranks that it has started for a class
     test.run(outcome)
+    signal.alarm(0)
     gc.collect()
     return {"outcome": outcome.name, "why": outcome.why, "seconds": round(time.monotonic() - began, 1)}
 

@@ -182,6 +182,14 @@ def _running_stage(forward: Callable[..., Any], boundary: StageBoundary, skipped
     return run
 
 
+class _EncoderOutput(MoeModelOutputWithPast):
+    """The states of an encoder that another stage has run; what else a model's encoder may return is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 def _connect_encoder(model: nn.Module, name: str, boundary: StageBoundary) -> None:
     """Give stages behind the encoder its states as they arrived; stages that hand them on keep them."""
 
@@ -190,8 +198,6 @@ def _connect_encoder(model: nn.Module, name: str, boundary: StageBoundary) -> No
 
     if ENCODED in boundary.input_numbers:
         encoder: Any = model.get_submodule(name)
-        encoder.forward = lambda *_, **__: MoeModelOutputWithPast(
-            last_hidden_state=boundary.inputs_by_number()[ENCODED]
-        )
+        encoder.forward = lambda *_, **__: _EncoderOutput(last_hidden_state=boundary.inputs_by_number()[ENCODED])
     if ENCODED in boundary.output_numbers:
         model.get_submodule(name).register_forward_hook(keep)

@@ -1,0 +1,72 @@
+"""Fake tensors that follow from the code alone have values, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise._torch_compat.tracing import FakeTensorMode, asks_for_values
+from shardwise.model.known_values import KnownValues
+
+INPUTS = 5  # rows
+
+
+@pytest.fixture
+def batch() -> Iterator[Tensor]:
+    """What a forward is given: it has no values."""
+    with FakeTensorMode():
+        given = torch.zeros(INPUTS, 3)
+        with KnownValues():
+            yield given
+
+
+def filled(mask: Tensor, value: Any) -> Tensor:
+    mask[mask > 0] = value
+    return mask
+
+
+def filled_by_a_view(mask: Tensor, value: Any) -> Tensor:
+    view = mask[1:]
+    view[0] = value
+    return mask
+
+
+KNOWN: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
+    "a mask of ones": (lambda x: (torch.ones(x.shape) > 0).all().item(), True),
+    "as large as the batch": (lambda x: (torch.ones_like(x) < 0).any().item(), False),
+    "new": (lambda x: x.new_full((2,), 7.0).sum().item(), 14.0),
+    "a range": (lambda x: int(torch.arange(x.shape[0]).max()), INPUTS - 1),
+    "numbers of the code": (lambda x: torch.tensor([4, 2]).tolist(), [4, 2]),
+    "one of two outputs": (lambda x: torch.arange(6).view(2, 3).max(dim=1)[1].tolist(), [2, 2]),
+    "written in place": (lambda x: filled(torch.ones(INPUTS), 2.0).sum().item(), 2.0 * INPUTS),
+    "a condition": (lambda x: bool((torch.arange(3) == 2).any()), True),
+    "places": (lambda x: torch.arange(4)[torch.arange(4) > 1].tolist(), [2, 3]),
+    "the shape of places": (lambda x: tuple((torch.arange(4) > 0).nonzero().shape), (3, 1)),
+}
+UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "the batch": lambda x: x.sum().item(),
+    "with the batch": lambda x: (torch.ones_like(x) * x).sum().item(),
+    "random numbers": lambda x: torch.rand(2).sum().item(),
+    "memory that nothing fills": lambda x: torch.empty(2).sum().item(),
+    "written by the batch": lambda x: filled(torch.ones(INPUTS), x[0, 0]).sum().item(),
+    "random numbers in place": lambda x: torch.ones(INPUTS).uniform_().sum().item(),
+    "written by a view": lambda x: filled_by_a_view(torch.ones(INPUTS), 2.0).sum().item(),
+    "places in the batch": lambda x: x.nonzero().shape[0] + 0,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_follows_from_the_code_alone_is_answered(batch: Tensor, name: str) -> None:
+    ask, answer = KNOWN[name]
+    assert ask(batch) == answer
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_follows_from_more_is_not(batch: Tensor, name: str) -> None:
+    with pytest.raises(Exception) as error:
+        UNKNOWN[name](batch)
+    assert asks_for_values(error.value)
