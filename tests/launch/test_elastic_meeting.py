@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -95,21 +96,27 @@ def test_an_error_of_one_host_ends_the_run_on_all(monkeypatch: pytest.MonkeyPatc
 
 def test_host_0_that_is_not_there_is_named() -> None:
     absent = HostEnvironment(1, 2, 1, "127.0.0.1", free_port(), "the test", least_hosts=1, join_seconds=1.0)
-    with ElasticHosts(absent, 0) as hosts, pytest.raises(WorkerError, match="host 0 does not answer at 127.0.0.1"):
+    with ElasticHosts(absent, 0) as hosts, pytest.raises(WorkerError, match=r"host 0 does not answer at 127\.0\.0\.1"):
         hosts.next_round()
 
 
 def test_an_address_that_host_0_cannot_have_is_named() -> None:
-    with ElasticHosts(host(0, port := free_port()), 0):
-        with pytest.raises(MachineError, match=f"host 0 cannot be met at 127.0.0.1:{port}"):
-            ElasticHosts(host(0, port), 0).__enter__()
+    port = free_port()
+    taken = f"host 0 cannot be met at 127.0.0.1:{port}"
+    with ElasticHosts(host(0, port), 0), pytest.raises(MachineError, match=re.escape(taken)):
+        ElasticHosts(host(0, port), 0).__enter__()
 
 
-def training(directory: Path, index: int, port: int) -> AbstractContextManager[Fork]:
+def started_training(directory: Path, index: int, port: int) -> AbstractContextManager[Fork]:
     """Run `shardwise train` on one of two hosts that come and go."""
     data = JOB["data"] | {"cache_directory": str(directory / f"cache-{index}")}
     parallel = JOB["parallel"] | {"sharded_data_parallel_degree": 1}
-    more = {"data": data, "parallel": parallel, "training": JOB["training"] | {"steps": 40}, "output": str(directory / "run")}
+    more = {
+        "data": data,
+        "parallel": parallel,
+        "training": JOB["training"] | {"steps": 40},
+        "output": str(directory / "run"),
+    }
     job = directory / f"job-{index}.yaml"
     job.write_text(json.dumps(JOB | {"checkpoint": {"every": 5, "memory_every": 1}} | more))  # JSON is YAML
     variables = {
@@ -128,7 +135,7 @@ def test_a_run_goes_on_without_a_host_that_is_told_to_stop(tmp_path: Path) -> No
     (tmp_path / "slow").write_text("0.05")
     records, port = tmp_path / "run" / "metrics.jsonl", free_port()
     with ExitStack() as stack:
-        hosts = [stack.enter_context(training(tmp_path, index, port)) for index in range(2)]
+        hosts = [stack.enter_context(started_training(tmp_path, index, port)) for index in range(2)]
         until(lambda: _steps(records) >= 3 or any(one.poll() for one in hosts), "two hosts train")
         if hosts[1].poll() is None:
             hosts[1].send_signal(SIGTERM)

@@ -90,6 +90,12 @@ def test_masks_that_a_model_makes_itself_refuse_split_inputs() -> None:
     assert not facts_of("layoutlm", "masked_lm").supports(Axis.CONTEXT).ok
 
 
+def test_windows_that_are_filled_up_make_hidden_states_longer() -> None:
+    """Longformer's forward asks its mask, which it has made itself, whether it has global tokens."""
+    stages = facts_of("longformer", "masked_lm").stages
+    assert stages.pads and stages.has_flat_boundaries and not facts_of("big_bird", "masked_lm").stages.pads
+
+
 def facts_of(model_type: str, task: str, **config: Any) -> ModelFacts:
     job = toy_job(model_type, task, **config)
     return discover(build_model(job), job)
@@ -134,7 +140,9 @@ def test_a_table_of_another_name_stands_where_it_is_used() -> None:
         ("causal_lm", "recurrent_gemma"),
         ("causal_lm", "rwkv"),
         ("masked_lm", "big_bird"),
+        ("masked_lm", "longformer"),
         ("seq2seq_lm", "encoder-decoder"),
+        ("seq2seq_lm", "led"),
         ("seq2seq_lm", "mt5"),
         ("seq2seq_lm", "nllb-moe"),
         ("seq2seq_lm", "t5gemma"),

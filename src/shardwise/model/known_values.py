@@ -23,12 +23,12 @@ MOST_ELEMENTS = 2**24  # of a tensor that is computed to be read
 
 
 class _Origin(NamedTuple):
-    """The operator that made a tensor; `index` tells its outputs apart."""
+    """The operator that made a tensor; `number` tells its outputs apart."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    index: int
+    number: int
 
 
 class _UnknownError(Exception):
@@ -62,9 +62,9 @@ class KnownValues(TorchDispatchMode):
                 return func(*args, **kwargs)
             return tree_map(lambda value: self._constant(value) if isinstance(value, Tensor) else value, values)
         outputs = func(*args, **kwargs)
-        for index, output in enumerate(tree_leaves(outputs)):
+        for number, output in enumerate(tree_leaves(outputs)):
             if isinstance(output, FakeTensor):
-                self._origins[output] = _Origin(func, args, kwargs, index)
+                self._origins[output] = _Origin(func, args, kwargs, number)
         return outputs
 
     def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -119,7 +119,7 @@ class KnownValues(TorchDispatchMode):
         origin = self._origins.get(tensor)
         if origin is None or tensor.numel() > MOST_ELEMENTS:
             raise _UnknownError
-        value: Tensor = tree_leaves(self._computed(origin))[origin.index]
+        value: Tensor = tree_leaves(self._computed(origin))[origin.number]
         return value
 
     def _constant(self, value: Tensor) -> Tensor:

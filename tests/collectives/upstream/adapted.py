@@ -20,6 +20,7 @@ INSTALLED = "torch.testing._internal.distributed.distributed_test"
 HELPERS = (  # modules of torch's that name backends for its scripts
     "torch.testing._internal.distributed._tensor.common_dtensor",
     "torch.testing._internal.common_fsdp",
+    "torch.testing._internal.distributed._shard.sharded_tensor",
 )
 SECONDS = 60  # for a test, where torch has no other limit for it
 ASKS = (  # decorators of torch's that skip a test for what the host or torch's build has
@@ -37,7 +38,7 @@ NO_GPU = (  # what a text says of a GPU, and what it says without one
     (r"\bdevice_ids=\[[^\]]*\]", "device_ids=None"),
     (r"\boutput_device=torch\.device\([^()]*\)", "output_device=None"),
     (r"\bdevice=((self\.)?(rank|device_id)\b(?!\.)|dist\.get_rank\(\))", "device='cpu'"),
-    (r"\b(self\.)?[\w.]*\bdevice_count\(\)", str(RANKS)),
+    (r"\b[\w.]+(\([^()]*\))?\.device_count\(\)", str(RANKS)),
     (r"\btorch\.accelerator\.set_device_index\([^()]*\)", "None"),
     (r"\btorch\.accelerator\.current_device_(index|idx)\(\)", "'cpu'"),
     (r"\btorch\.accelerator\.current_accelerator\([^()]*\)", "torch.device('cpu')"),
@@ -124,6 +125,8 @@ def _source(name: str) -> Path:
 def _load(name: str, path: Path, backend: str, without_nccl: bool) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
+    if path.name == "__init__.py":
+        module.__path__ = [str(path.parent)]
     sys.modules[name] = module
     code = compile(adapt(path.read_text(), backend, without_nccl), str(path), "exec", dont_inherit=True)
     exec(code, module.__dict__)
