@@ -30,6 +30,23 @@ def engine_group(seconds: float = 20) -> Any:
     return dist.new_group(backend="shardwise", timeout=timedelta(seconds=seconds))
 
 
+def made_again() -> list[float]:
+    """Groups of one name and store, each after the one before was destroyed, as `init_process_group` makes them."""
+    store, rank, totals = dist.PrefixStore("made again", dist.distributed_c10d._get_default_store()), dist.get_rank(), []
+    for number in range(3):
+        backend = engine.create(store, rank, [0, 1], timedelta(seconds=20))
+        values = torch.full((2,), float(number + rank))
+        backend.allreduce([values]).wait()
+        totals.append(values.tolist()[0])
+        backend.shutdown()
+        del backend
+    return totals
+
+
+def test_a_group_may_be_made_again_after_its_end(world_pool: WorldPool) -> None:
+    assert world_pool.run(2, made_again) == [[1.0, 3.0, 5.0]] * 2
+
+
 # --- callbacks
 
 

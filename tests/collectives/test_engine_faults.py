@@ -84,7 +84,10 @@ def test_a_killed_rank_is_named(world_pool: WorldPool, kind: str, count: int) ->
 
 
 def stopped() -> tuple[str, float]:
-    """Rank 1 stops for longer than the timeout; rank 0 lets it go on. What each rank was told, and after how long."""
+    """Rank 1 stops for longer than the timeout; rank 0 lets it go on. What each rank was told, and after how long.
+
+    Ranks of its host may have it come just in time, where those of another have given up: the next call tells them.
+    """
     group = engine_group(seconds=1.5)
     processes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
@@ -92,7 +95,8 @@ def stopped() -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGSTOP)
     began = time.monotonic()
     try:
-        dist.all_reduce(torch.ones(9), group=group)
+        for _ in range(2):
+            dist.all_reduce(torch.ones(9), group=group)
     except dist.DistBackendError as error:
         return str(error), time.monotonic() - began
     finally:

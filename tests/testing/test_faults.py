@@ -233,12 +233,16 @@ def test_labels_are_late_and_documents_leak() -> None:
 )
 def test_a_scope_of_dropout_is_another(fault: str, field: str, value: Any) -> None:
     own = SimpleNamespace(layout=SimpleNamespace(index=lambda axis: 3 if axis is Axis.PIPELINE else 0))
-    made = lambda self: parallel_model.DropoutScope(seed=10, step=5, rows=torch.tensor([8, 9]))  # noqa: E731
-    with planted(fault, ParallelModel, "scope", made) as scope_of:
-        scope = scope_of(own)
-    changed = getattr(scope, field)
+
+    @contextmanager
+    def made(self: Any) -> Iterator[Any]:
+        yield parallel_model.DropoutScope(seed=10, step=5, rows=torch.tensor([8, 9]))
+
+    with planted(fault, ParallelModel, "scope", made) as scope_of, scope_of(own) as scope:
+        changed = getattr(scope, field)
     assert (changed.tolist() if isinstance(changed, Tensor) else changed) == value
-    assert made(own).step == 5 and made(own).seed == 10
+    with made(own) as scope:
+        assert scope.step == 5 and scope.seed == 10
 
 
 def test_masks_of_dropout_are_one_or_missing_or_of_another_seed() -> None:

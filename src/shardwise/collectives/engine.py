@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from filelock import FileLock
 
 from shardwise.cache import cache_root
@@ -120,9 +121,16 @@ def leave_groups(seconds: float) -> None:
 
 def create(store: Any, rank: int, names: Sequence[int], timeout: timedelta) -> Any:
     """The backend of one rank of a group, from a store that its members alone see; `names` are its global ranks."""
+    store = _fresh(store, rank)
     hosts = discover_topology(store, rank, len(names)).hosts
     interface = os.environ.get(INTERFACE_VARIABLE, "")
     return load_engine().make(store, rank, hosts, list(names), interface, *_towards(store), timeout)
+
+
+def _fresh(store: Any, rank: int) -> Any:
+    """Return the store without what an earlier group has left: torch names a group as one that was destroyed."""
+    times = store.add(f"made by {rank}", 1)
+    return store if times == 1 else dist.PrefixStore(f"made {times}", store)
 
 
 def _towards(store: Any) -> tuple[str, str]:

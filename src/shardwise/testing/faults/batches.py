@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -145,14 +145,15 @@ def _scope_with(change: Callable[[ParallelModel, DropoutScope], None]) -> Fault:
     """Change a microbatch's dropout scope once it is made."""
     made = dropout.DropoutScope
 
-    def wrapper(original: Callable[..., Any], self: ParallelModel, *args: Any) -> Any:
+    @contextmanager
+    def wrapper(original: Callable[..., Any], self: ParallelModel, *args: Any) -> Iterator[Any]:
         def scope_of(*values: Any, **more: Any) -> DropoutScope:
             scope = made(*values, **more)
             change(self, scope)
             return scope
 
-        with mock.patch("shardwise.parallel.model.DropoutScope", scope_of):
-            return original(self, *args)
+        with mock.patch("shardwise.parallel.model.DropoutScope", scope_of), original(self, *args) as scope:
+            yield scope
 
     return lambda: wrapped(ParallelModel, "scope", wrapper)
 
