@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,7 @@ def _trainer(steps: int) -> list[float]:
         report_to=[], disable_tqdm=True, logging_strategy="no", optim="sgd",
     )  # fmt: skip
     Trainer(Network(), settings, train_dataset=rows, callbacks=[Clock()]).train()
-    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def _lightning(steps: int) -> list[float]:
@@ -265,7 +266,7 @@ def _lightning(steps: int) -> list[float]:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Clock()],
     )  # fmt: skip
     trainer.fit(Module(), torch.utils.data.DataLoader(rows, ROWS))
-    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 LIBRARIES: dict[str, Callable[[int], list[float]]] = {

@@ -32,7 +32,8 @@ def engine_group(seconds: float = 20) -> Any:
 
 def made_again() -> list[float]:
     """Groups of one name and store, each after the one before was destroyed, as `init_process_group` makes them."""
-    store, rank, totals = dist.PrefixStore("made again", dist.distributed_c10d._get_default_store()), dist.get_rank(), []
+    store = dist.PrefixStore("made again", dist.distributed_c10d._get_default_store())
+    rank, totals = dist.get_rank(), []
     for number in range(3):
         backend = engine.create(store, rank, [0, 1], timedelta(seconds=20))
         values = torch.full((2,), float(number + rank))

@@ -86,6 +86,14 @@ def test_blocks_of_another_size_are_refused_and_nothing_is_lost(
     assert sorted((tmp_path / "run").rglob("*.safetensors")) == before
 
 
+def settled(optimizer: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter without a key's bias under Lion: its gradient is rounding alone, and so is the sign."""
+    if optimizer != "Lion" or not name.endswith("c_attn.bias"):
+        return tensor
+    query, _, value = tensor.chunk(3)
+    return torch.cat([query, value])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
@@ -112,4 +120,5 @@ def test_resumed_on_another_layout(
     assert losses(job) == pytest.approx(undisturbed, rel=1e-9)
     assert again.validation_loss == pytest.approx(whole.validation_loss, rel=1e-9)
     for key, tensor in load_file(tmp_path / "run/model/model.safetensors").items():
-        torch.testing.assert_close(tensor, weights[key], rtol=1e-6, atol=1e-7)
+        own, expected = settled(name, key, tensor), settled(name, key, weights[key])
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-7)
