@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,38 @@ def measured(directory: str) -> tuple[list[str], int]:
             ladder,
         )
     return texts, len(calls)
+
+
+def measured_at_once(directory: str) -> str:
+    """The table of this rank's group; ranks 0 and 2 make one, ranks 1 and 3 another that finds another algorithm best.
+
+    Neither finds what is kept, as where caches are of each host.
+    """
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    table = AlgorithmTable.given("direct" if rank % 2 else "flat")
+    seat = GroupMember(
+        dist.PrefixStore(f"{directory}-{rank % 2}", world.get_group_store()), rank // 2, (0, 1), timedelta(seconds=60)
+    )
+    inner, kept = choice.measure_algorithms, choice.read_algorithm_table
+
+    def measure(*arguments: Any) -> AlgorithmTable:
+        dist.barrier()  # all have begun
+        return table
+
+    choice.measure_algorithms, choice.read_algorithm_table = measure, lambda path: None
+    try:
+        levels = SimpleNamespace(hosts=2, locals=2)
+        return hierarchical._measured(seat, None, levels, ("gloo", directory), torch.device("cpu")).to_json()  # type: ignore[arg-type]
+    finally:
+        choice.measure_algorithms, choice.read_algorithm_table = inner, kept
+
+
+def test_groups_that_measure_at_once_take_one_table(
+    world_pool: WorldPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert len(set(world_pool.run(4, measured_at_once, str(tmp_path)))) == 1
 
 
 def test_a_measurement_is_kept_for_the_hosts(

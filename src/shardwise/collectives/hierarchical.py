@@ -28,6 +28,7 @@ from shardwise._torch_compat.groups import (
     all_gather_base,
     all_gather_whole,
     backends_of,
+    default_store,
     reduce_scatter_base,
     reduce_scatter_whole,
 )
@@ -277,23 +278,37 @@ def _levels(member: GroupMember, topology: Topology, between: str, inside: str) 
 def _measured(
     member: GroupMember, flat: dist.ProcessGroup, levels: TwoLevel, holds_for: Sequence[object], device: torch.device
 ) -> AlgorithmTable:
-    """The group's table: what its first rank finds in the cache goes for all, else all measure."""
+    """Return the group's table: that of a group on the same hosts before it, the kept one, or what its ranks measure.
+
+    Groups that measure at the same time take the table of the first: parameters that tensor ranks have copies of are
+    reduced by a group each, and would else be summed in other orders and drift apart.
+    """
     path = choice.table_file(holds_for)
+    job, key = default_store() if dist.is_initialized() else member.store, f"collective_algorithms/{path.stem}"
     if member.rank == 0:
         kept = choice.read_algorithm_table(path)
-        member.store.set("table", kept.to_json() if kept else "")
+        text = job.get(key).decode() if job.check([key]) else _first(job, key, kept) if kept else ""
+        member.store.set("table", text)
     text = member.store.get("table").decode()
-    table = (
-        AlgorithmTable.from_json(text)
-        if text
-        else choice.measure_algorithms(partial(_call, flat, levels), flat, device)
-    )
-    if member.rank == 0 and not text:
+    is_kept = bool(text)
+    if not is_kept:
+        table = choice.measure_algorithms(partial(_call, flat, levels), flat, device)
+        if member.rank == 0:
+            member.store.set("agreed", _first(job, key, table))
+        text = member.store.get("agreed").decode()
+    table = AlgorithmTable.from_json(text)
+    if member.rank == 0 and not is_kept:
         choice.keep_algorithm_table(path, table)
     if member.members[member.rank] == 0:  # of all ranks the one whose output is shown
-        where = f"{levels.hosts} hosts of {levels.locals} ranks, {'kept' if text else 'measured'}"
+        where = f"{levels.hosts} hosts of {levels.locals} ranks, {'kept' if is_kept else 'measured'}"
         print(f"note: collectives over {where}: {table.describe()}", file=sys.stderr)
     return table
+
+
+def _first(store: dist.Store, key: str, table: AlgorithmTable) -> str:
+    """Return the table that was the first to be set."""
+    first: bytes | str = store.compare_set(key, "", table.to_json())
+    return first.decode() if isinstance(first, bytes) else first
 
 
 def _call(flat: dist.ProcessGroup, levels: TwoLevel, operation: Operation, algorithm: Algorithm, whole: Tensor) -> None:
