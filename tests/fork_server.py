@@ -287,9 +287,17 @@ def _exit(code: int) -> None:
 class _ForkedRank(context.ForkProcess):
     """A fork in the place of a spawned process: no signal handler and no exit handler of its parent's stays with it."""
 
+    def start(self) -> None:
+        gc.disable()  # until what the parent has made is frozen: in a fork its stores have no threads
+        try:
+            super().start()
+        finally:
+            gc.enable()
+
     def _bootstrap(self, parent_sentinel: Any = None) -> int:
         atexit._clear()
-        gc.freeze()  # a collected store of the parent's would wait for its thread, which only the parent has
+        gc.freeze()
+        gc.enable()
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]

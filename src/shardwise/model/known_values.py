@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise._torch_compat.tracing import FakeTensor, TorchDispatchMode, dispatch_modes_off, tree_leaves, tree_map
+from shardwise._torch_compat.tracing import (
+    FakeTensor,
+    TorchDispatchMode,
+    dispatch_modes_off,
+    tree_leaves,
+    tree_map,
+)
+from shardwise._torch_compat.writes import storage_key
 
 BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -82,9 +89,9 @@ class KnownValues(TorchDispatchMode):
         outputs = (argument.name for argument in func._schema.arguments if argument.is_write)
         written = [leaf for name in outputs for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
         after = self._after_write(func, args, kwargs) if len(written) == 1 else None
-        memory = {tensor.untyped_storage()._cdata for tensor in written}
+        memory = {storage_key(tensor) for tensor in written}
         for tensor in list(self._origins):
-            if tensor.untyped_storage()._cdata in memory:
+            if storage_key(tensor) in memory:
                 del self._origins[tensor]
         if after is not None:
             self._origins[written[0]] = _Origin(lambda: after, (), {}, 0)
