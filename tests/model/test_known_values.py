@@ -24,6 +24,12 @@ def batch() -> Iterator[Tensor]:
             yield given
 
 
+def doubled(values: Tensor, times: int) -> Tensor:
+    for _ in range(times):
+        values = values + values
+    return values
+
+
 def filled(mask: Tensor, value: Any) -> Tensor:
     mask[mask > 0] = value
     return mask
@@ -43,6 +49,7 @@ KNOWN: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "numbers of the code": (lambda x: torch.tensor([4, 2]).tolist(), [4, 2]),
     "one of two outputs": (lambda x: torch.arange(6).view(2, 3).max(dim=1)[1].tolist(), [2, 2]),
     "written in place": (lambda x: filled(torch.ones(INPUTS), 2.0).sum().item(), 2.0 * INPUTS),
+    "used twice at each of many levels": (lambda x: doubled(torch.ones(2), 40).max().item(), 2.0**40),
     "a condition": (lambda x: bool((torch.arange(3) == 2).any()), True),
     "places": (lambda x: torch.arange(4)[torch.arange(4) > 1].tolist(), [2, 3]),
     "the shape of places": (lambda x: tuple((torch.arange(4) > 0).nonzero().shape), (3, 1)),

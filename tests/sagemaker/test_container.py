@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import ConfigError, MachineError
+from shardwise.errors import ConfigError, DataError, MachineError
 from shardwise.job.schema import Job
 from shardwise.sagemaker.container import CODE_CHANNEL, SOURCE_ARCHIVE, find_container
 from shardwise.sagemaker.failure import leave_failure
@@ -84,11 +84,30 @@ def archive(**files: str) -> bytes:
     return packed.getvalue()
 
 
-def test_the_code_is_unpacked_and_its_program_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_filters", [True, False])
+def test_the_code_is_unpacked_and_its_program_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_filters: bool
+) -> None:
+    if not has_filters:  # Python 3.11.3 and older
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
     container = lay_out(tmp_path, {"sagemaker_program": '"train.py"'}, (CODE_CHANNEL,))
     (tmp_path / "input" / "data" / CODE_CHANNEL / SOURCE_ARCHIVE).write_bytes(archive(train__py="x", other__py="y"))
     assert container.script == tmp_path / "code" / "train.py" and container.job_file is None
     assert (tmp_path / "code" / "other.py").read_text() == "y"
+
+
+@pytest.mark.parametrize("has_filters", [True, False])
+def test_code_is_not_unpacked_outside_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_filters: bool
+) -> None:
+    if not has_filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    container = lay_out(tmp_path, {"sagemaker_program": '"train.py"'}, (CODE_CHANNEL,))
+    outside = archive(**{"../outside__py": "x"})
+    (tmp_path / "input" / "data" / CODE_CHANNEL / SOURCE_ARCHIVE).write_bytes(outside)
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        _ = container.script
+    assert not (tmp_path / "outside.py").exists()
 
 
 def test_a_program_may_be_a_job(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A mode in which fake tensors that follow from the code alone have values: masks of ones, ranges, lengths.
+"""A mode in which fake tensors that follow from the code alone have values: masks of ones, ranges, constants.
 
 A forward that reads one, `mask.any().item()` say, would else not run on fake tensors. What follows from weights, from
 the batch or from random numbers stays unknown. Values are computed when they are read.
@@ -94,7 +94,7 @@ class KnownValues(TorchDispatchMode):
             if storage_key(tensor) in memory:
                 del self._origins[tensor]
         if after is not None:
-            self._origins[written[0]] = _Origin(lambda: after, (), {}, 0)
+            self._remember(written[0], after)
 
     def _after_write(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """Return what the first argument holds afterwards; None where that is unknown."""
@@ -127,13 +127,17 @@ class KnownValues(TorchDispatchMode):
         if origin is None or tensor.numel() > MOST_ELEMENTS:
             raise _UnknownError
         value: Tensor = tree_leaves(self._computed(origin))[origin.number]
+        self._remember(tensor, value)  # what is used twice would be computed twice, at each of many levels
         return value
 
     def _constant(self, value: Tensor) -> Tensor:
         """Return a fake tensor of which `value` is known."""
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-        self._origins[fake] = _Origin(lambda: value, (), {}, 0)
+        self._remember(fake, value)
         return fake
+
+    def _remember(self, tensor: Tensor, value: Tensor) -> None:
+        self._origins[tensor] = _Origin(lambda: value, (), {}, 0)
 
 
 def _blank(tensor: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Container:
             code.mkdir(parents=True, exist_ok=True)
             try:
                 with tarfile.open(archives[0]) as packed:
-                    packed.extractall(code, filter="data")
+                    _unpack(packed, code)
             except (tarfile.TarError, OSError) as error:
                 raise DataError(f"{archives[0]} cannot be unpacked: {error}; upload source_dir again") from error
         elif not code.is_dir() and channel.is_dir():
@@ -332,6 +332,23 @@ def count_gpus() -> int:
         return 0
     done = subprocess.run([program, "--list-gpus"], capture_output=True, text=True)
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def _unpack(packed: tarfile.TarFile, directory: Path) -> None:
+    """Unpack an archive into a directory, and nothing beside it.
+
+    Raises:
+        tarfile.TarError: a member lies outside, or is neither a file nor a directory.
+    """
+    if hasattr(tarfile, "data_filter"):
+        packed.extractall(directory, filter="data")
+        return
+    for member in packed:  # Python 3.11.3 and older, Debian 12's too
+        place = (directory / member.name).resolve()
+        if not (member.isfile() or member.isdir()) or not place.is_relative_to(directory.resolve()):
+            raise tarfile.TarError(f"{member.name!r} is no file inside of it")
+        member.mode &= 0o755
+    packed.extractall(directory)
 
 
 def _read(path: Path) -> dict[str, Any]:
