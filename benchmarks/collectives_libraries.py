@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine.build()
     rows = []
     for ranks in options.ranks:
-        for library in LIBRARIES:
+        for library in (*LIBRARIES, *OWN_GROUPS):
             if library in OPTIONAL and importlib.util.find_spec(OPTIONAL[library]) is None:
                 print(f"{library}: {OPTIONAL[library]} is not installed", file=sys.stderr)
                 continue
@@ -120,10 +120,12 @@ def _run_rank(library: str, backend: str, steps: int, times: Path) -> None:
     """Run a library on this rank, and write how long a step took."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group(backend)
-    rank = dist.get_rank()
-    seconds = LIBRARIES[library](steps + WARM)[WARM:]
-    times.with_suffix(f".{rank}").write_text(json.dumps(statistics.median(seconds)))
+    if library in OWN_GROUPS:
+        seconds = OWN_GROUPS[library](backend, steps + WARM)[WARM:]
+    else:
+        dist.init_process_group(backend)
+        seconds = LIBRARIES[library](steps + WARM)[WARM:]
+    times.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(statistics.median(seconds)))
     if dist.is_initialized():
         dist.barrier()
     os._exit(
@@ -239,7 +241,7 @@ def _trainer(steps: int) -> list[float]:
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def _lightning(steps: int) -> list[float]:
+def _lightning(backend: str, steps: int) -> list[float]:
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -260,9 +262,8 @@ def _lightning(steps: int) -> list[float]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    ranks, backend = dist.get_world_size(), dist.get_backend()
+    ranks = int(os.environ["WORLD_SIZE"])
     rows = torch.ones(ROWS * ranks * (steps + 1), WIDTH)
-    dist.destroy_process_group()  # Lightning makes its own, by the word that it is given
     trainer = lightning.Trainer(
         accelerator="cpu", devices=ranks, max_steps=steps + 1, logger=False,
         strategy=DDPStrategy(process_group_backend=backend), enable_checkpointing=False,
@@ -279,8 +280,8 @@ LIBRARIES: dict[str, Callable[[int], list[float]]] = {
     "torch.distributed.checkpoint": _checkpoint,
     "Accelerate": _accelerate,
     "Trainer": _trainer,
-    "Lightning": _lightning,
 }
+OWN_GROUPS: dict[str, Callable[[str, int], list[float]]] = {"Lightning": _lightning}  # by the word that they are given
 OPTIONAL = {"Accelerate": "accelerate", "Trainer": "accelerate", "Lightning": "lightning"}  # packages
 
 
