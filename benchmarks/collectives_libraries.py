@@ -105,7 +105,11 @@ def _start(library: str, backend: str, ranks: int, steps: int) -> float:
         own = ["--library", library, "--backend", backend, "--steps", str(steps), "--times", str(Path(directory) / "t")]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         module = ["-m", "benchmarks.collectives_libraries"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": directory,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        }
         command = [sys.executable, *launcher, *module, *own]
         ended = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=600)
         if ended.returncode:
