@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from benchmarks.record import header, write_json
 from shardwise.collectives import engine
 
+ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = ("shardwise", "gloo")
 WIDTH, DEPTH, ROWS = 256, 6, 4
 WARM = 5  # steps that are not counted
@@ -115,9 +116,6 @@ def _start(library: str, backend: str, ranks: int, steps: int) -> float:
         if ended.returncode:
             raise SystemExit(f"{library} on {backend} failed:\n{ended.stderr[-3000:]}")
         return max(float(json.loads(path.read_text())) for path in Path(directory).glob("t.*"))
-
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def _run_rank(library: str, backend: str, steps: int, times: Path) -> None:

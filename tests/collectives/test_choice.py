@@ -111,11 +111,11 @@ def measured(directory: str) -> tuple[list[str], int]:
 def measured_at_once(directory: str) -> str:
     """The table of this rank's group; ranks 0 and 2 make one, ranks 1 and 3 another that finds another algorithm best.
 
-    Neither finds what is kept, as where caches are of each host.
+    They are on other hosts, and neither finds what is kept.
     """
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
-    table = AlgorithmTable.given("direct" if rank % 2 else "flat")
+    own = AlgorithmTable.given("direct" if rank % 2 else "flat")
     seat = GroupMember(
         dist.PrefixStore(f"{directory}-{rank % 2}", world.get_group_store()), rank // 2, (0, 1), timedelta(seconds=60)
     )
@@ -123,12 +123,13 @@ def measured_at_once(directory: str) -> str:
 
     def measure(*arguments: Any) -> AlgorithmTable:
         dist.barrier()  # all have begun
-        return table
+        return own
 
     choice.measure_algorithms, choice.read_algorithm_table = measure, lambda path: None
     try:
         levels = SimpleNamespace(hosts=2, locals=2)
-        return hierarchical._measured(seat, None, levels, ("gloo", directory), torch.device("cpu")).to_json()  # type: ignore[arg-type]
+        table = hierarchical._measured(seat, None, levels, ["gloo", directory], [f"host {rank % 2}"], None)  # type: ignore[arg-type]
+        return table.to_json()
     finally:
         choice.measure_algorithms, choice.read_algorithm_table = inner, kept
 

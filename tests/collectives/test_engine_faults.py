@@ -83,11 +83,8 @@ def test_a_killed_rank_is_named(world_pool: WorldPool, kind: str, count: int) ->
         assert "has died" in reports[rank].text and reports[rank].when - reports[1].when < 2.5
 
 
-def stopped() -> tuple[str, float]:
-    """Rank 1 stops for longer than the timeout; rank 0 lets it go on. What each rank was told, and after how long.
-
-    Ranks of its host may have it come just in time, where those of another have given up: the next call tells them.
-    """
+def stopped(calls: int = 1) -> tuple[str, float]:
+    """Rank 1 stops for longer than the timeout; rank 0 lets it go on. What each rank was told, and after how long."""
     group = engine_group(seconds=1.5)
     processes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
@@ -95,7 +92,7 @@ def stopped() -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGSTOP)
     began = time.monotonic()
     try:
-        for _ in range(2):
+        for _ in range(calls):
             dist.all_reduce(torch.ones(9), group=group)
     except dist.DistBackendError as error:
         return str(error), time.monotonic() - began

@@ -38,6 +38,8 @@ class SumTest(MultiProcessTestCase):
 def test_a_text_is_adapted_in_the_backends_name_and_in_what_asks_for_a_gpu() -> None:
     text = "x.cuda(self.rank); init(backend='nccl' or \"gloo\", b='cpu:gloo'); dist.Backend.GLOO; ones(1, device=rank)"
     adapted_text = "x; init(backend='nccl' or \"own\", b='cpu:own'); dist.Backend.OWN; ones(1, device='cpu')"
+    text += "; min(8, torch.get_device_module(self.device).device_count()); backend.create_device(interface=LOOPBACK)"
+    adapted_text += f"; min(8, {adapted.RANKS}); None"
     assert adapted.adapt(text, "own", without_nccl=False) == adapted_text
     assert adapted.adapt(text, "own", without_nccl=True) == adapted_text.replace("nccl", "own")
 

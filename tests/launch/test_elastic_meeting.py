@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -21,6 +20,7 @@ from shardwise.launch.elastic_hosts import NEW_ROUND, PAUSED, ElasticHosts, fail
 from shardwise.launch.hosts import HostEnvironment
 from tests.fork_server import Fork, started
 from tests.launch.elastic_cluster import JOB, MODULE
+from tests.launch.named_hosts import wait_until
 from tests.launch.test_host_runs import free_port
 
 Result = TypeVar("Result")
@@ -34,13 +34,6 @@ def host(index: int, port: int, hosts: int = 2) -> HostEnvironment:
 def at_once(*calls: Callable[[], Result]) -> list[Result]:
     with ThreadPoolExecutor() as threads:
         return [future.result(SECONDS) for future in [threads.submit(call) for call in calls]]
-
-
-def until(holds: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 def test_hosts_meet_part_and_meet_again() -> None:
@@ -61,7 +54,7 @@ def test_hosts_meet_part_and_meet_again() -> None:
 
         second.report(PAUSED)
         others.close()
-        until(lambda: first.interruption, "host 0 hears of it")
+        wait_until(lambda: bool(first.interruption), "host 0 hears of it")
         assert first.interruption == "host 1 is gone"
         first.report(failed_outcome(WorkerError("a peer is lost")), snapshots=(4,))
         alone = first.next_round()
@@ -69,7 +62,7 @@ def test_hosts_meet_part_and_meet_again() -> None:
         assert first.rendezvous(alone).next_rendezvous().world_size == 1
 
         returned = others.enter_context(ElasticHosts(host(1, port), 0))
-        until(first.request_file.exists, "host 0 is told to stop for another")
+        wait_until(first.request_file.exists, "host 0 is told to stop for another")
         reason = first.request_file.read_text()
         assert reason.startswith(NEW_ROUND) and "host 1" in reason and is_pause(reason)
         first.report(PAUSED)
@@ -85,7 +78,7 @@ def test_an_error_of_one_host_ends_the_run_on_all(monkeypatch: pytest.MonkeyPatc
         current = at_once(first.next_round, second.next_round)[0]
         rendezvous = first.rendezvous(current)
         second.report(failed_outcome(MachineError("no room on the disk")))
-        until(lambda: first.interruption, "host 0 hears of it")
+        wait_until(lambda: bool(first.interruption), "host 0 hears of it")
         with pytest.raises(WorkerError, match="host 1 has failed"):
             rendezvous.next_rendezvous()
         first.report(PAUSED)
@@ -136,7 +129,7 @@ def test_a_run_goes_on_without_a_host_that_is_told_to_stop(tmp_path: Path) -> No
     records, port = tmp_path / "run" / "metrics.jsonl", free_port()
     with ExitStack() as stack:
         hosts = [stack.enter_context(started_training(tmp_path, index, port)) for index in range(2)]
-        until(lambda: _steps(records) >= 3 or any(one.poll() for one in hosts), "two hosts train")
+        wait_until(lambda: _steps(records) >= 3 or any(one.poll() is not None for one in hosts), "two hosts train")
         if hosts[1].poll() is None:
             hosts[1].send_signal(SIGTERM)
         (tmp_path / "slow").unlink()

@@ -12,13 +12,16 @@ from torch import Tensor
 from shardwise.job.schema import Job
 from shardwise.plan.draft import Draft, World
 from shardwise.testing.capture import gather
+from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.sample import generate
 from shardwise.training.setup import set_up, study
 from shardwise.training.step import evaluate, train_step
 from tests.parity.jobs import check_agrees, tensor_job
+from tests.parity.test_split_blocks import ANGLES_BY_LENGTH, split_job
 
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2}
+STAGES_ALONE = {**TWO, "context_parallel_degree": 1}
 FOUR: dict[str, Any] = {"pipeline_parallel_degree": 4}
 TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
 ALL: dict[str, Any] = {**TWO, "tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}
@@ -249,3 +252,14 @@ def test_forwards_in_flight_are_as_the_plan_says(
     job = tensor_job(corpora, "gpt2", layers=4, parallel=parallel)
     draft = Draft(job, World(ranks, "cpu", ranks), study(job))
     assert world_pool.run(ranks, in_flight, job)[0] == draft.in_flight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type, config", ANGLES_BY_LENGTH)
+def test_rotary_angles_by_length(
+    world_pool: WorldPool, tmp_path: Path, model_type: str, config: dict[str, Any]
+) -> None:
+    model = {"config": toy_config(model_type, **config)}
+    check_agrees(
+        world_pool, 2, split_job(tmp_path, "causal_lm", model_type, {"model": model, "parallel": STAGES_ALONE})
+    )

@@ -20,6 +20,15 @@ from tests.parity.jobs import check_agrees, facts_of, span_job
 CONTEXT = {"context_parallel_degree": 2}
 FULL = {"memory": {"activation_checkpointing": "full"}}
 UNEVEN = {"data": {"sequence_length": 13}}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
+    "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+}  # fmt: skip
+ANGLES_BY_LENGTH = [  # which depend on the longest position of a call
+    ("llama", {"rope_parameters": DYNAMIC}),
+    ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 8}),
+]
 SLOW: list[tuple[str, str, int, dict[str, Any]]] = [  # task, type, ranks, settings
     ("seq2seq_lm", "bart", 2, {"data": {"sequence_length": 19}, "training": {"microbatch_size": 2}}),
     ("seq2seq_lm", "longt5", 2, {}),  # attention in chunks of its own
@@ -33,6 +42,10 @@ SLOW: list[tuple[str, str, int, dict[str, Any]]] = [  # task, type, ranks, setti
     ("causal_lm", "doge", 2, UNEVEN),  # masks of numbers that it computes
     ("causal_lm", "gemma4_unified", 2, UNEVEN),  # masks of pictures
     ("causal_lm", "deepseek_v32", 2, UNEVEN),  # chooses the keys that a token looks at
+    *(
+        ("causal_lm", model_type, 2, {**UNEVEN, "model": {"config": toy_config(model_type, **config)}})
+        for model_type, config in ANGLES_BY_LENGTH
+    ),
     ("masked_lm", "esm", 2, {"data": {"sequence_length": 15}, "model": {
         "config": toy_config("esm", vocab_size=262, pad_token_id=1, mask_token_id=3, token_dropout=True)}}),
 ]  # fmt: skip

@@ -15,11 +15,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# No public name: torch documents TorchDispatchMode only under its private module (torch 2.11 to 2.13).
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-)
+# No public names: torch documents dispatch modes only under its private module (torch 2.11 to 2.14).
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_off
 
 # Waits for torch.utils.pytree, which does not exist in torch 2.13.

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -247,8 +248,8 @@ def _hierarchy(
     if algorithm != "measured":
         return Hierarchy(levels, AlgorithmTable.given(algorithm), Turns())
     device = torch.device("cuda" if between == carriers.NCCL else "cpu")
-    holds_for = (between, levels.local.name(), device.type, topology.hosts, *sorted(topology.identities))
-    return Hierarchy(levels, _measured(member, flat, levels, holds_for, device), Turns())
+    shape = (between, levels.local.name(), device.type, topology.hosts)
+    return Hierarchy(levels, _measured(member, flat, levels, shape, sorted(topology.identities), device), Turns())
 
 
 def has_two_levels(topology: Topology) -> bool:
@@ -276,33 +277,44 @@ def _levels(member: GroupMember, topology: Topology, between: str, inside: str) 
 
 
 def _measured(
-    member: GroupMember, flat: dist.ProcessGroup, levels: TwoLevel, holds_for: Sequence[object], device: torch.device
+    member: GroupMember,
+    flat: dist.ProcessGroup,
+    levels: TwoLevel,
+    shape: Sequence[object],
+    hosts: Sequence[str],
+    device: torch.device,
 ) -> AlgorithmTable:
-    """Return the group's table: that of a group on the same hosts before it, the kept one, or what its ranks measure.
+    """Return the group's table: that of the job's first group of this shape, which is the kept one or is measured.
 
-    Groups that measure at the same time take the table of the first: parameters that tensor ranks have copies of are
-    reduced by a group each, and would else be summed in other orders and drift apart.
+    One goes for all. Parameters of which tensor ranks have copies are reduced by a group each: in unlike orders the
+    sums would differ by roundings, and the copies drift apart.
     """
-    path = choice.table_file(holds_for)
-    job, key = default_store() if dist.is_initialized() else member.store, f"collective_algorithms/{path.stem}"
+    path, key = choice.table_file((*shape, *hosts)), f"collective_algorithms/{choice.table_file(shape).stem}"
+    job = default_store() if dist.is_initialized() else member.store
     if member.rank == 0:
-        kept = choice.read_algorithm_table(path)
-        text = job.get(key).decode() if job.check([key]) else _first(job, key, kept) if kept else ""
-        member.store.set("table", text)
+        member.store.set("table", _known(job, key, path))
     text = member.store.get("table").decode()
-    is_kept = bool(text)
-    if not is_kept:
-        table = choice.measure_algorithms(partial(_call, flat, levels), flat, device)
+    is_known = bool(text)
+    if not is_known:
+        measured = choice.measure_algorithms(partial(_call, flat, levels), flat, device)
         if member.rank == 0:
-            member.store.set("agreed", _first(job, key, table))
+            member.store.set("agreed", _first(job, key, measured))
         text = member.store.get("agreed").decode()
     table = AlgorithmTable.from_json(text)
-    if member.rank == 0 and not is_kept:
+    if member.rank == 0 and not is_known:
         choice.keep_algorithm_table(path, table)
     if member.members[member.rank] == 0:  # of all ranks the one whose output is shown
-        where = f"{levels.hosts} hosts of {levels.locals} ranks, {'kept' if is_kept else 'measured'}"
+        where = f"{levels.hosts} hosts of {levels.locals} ranks, {'known' if is_known else 'measured'}"
         print(f"note: collectives over {where}: {table.describe()}", file=sys.stderr)
     return table
+
+
+def _known(store: dist.Store, key: str, path: Path) -> str:
+    """Return the table that another group has set, or the kept one; empty where there is neither."""
+    if store.check([key]):
+        return store.get(key).decode()
+    kept = choice.read_algorithm_table(path)
+    return _first(store, key, kept) if kept else ""
 
 
 def _first(store: dist.Store, key: str, table: AlgorithmTable) -> str:

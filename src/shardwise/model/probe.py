@@ -495,6 +495,7 @@ class _RecordedForward:
             functions.names.get(id(value), "") for value in walk(output)
         } & functions.owners.keys()
         blocks = [block for blocks in self.blocks for block in blocks]
+        handed_shape = tuple(getattr(blocks[-1].outputs[0], "shape", ())) if blocks else ()
         logits = getattr(output, "logits", None)
         names = {id(module): name for name, module in self.model.named_modules()}
         is_users = not isinstance(self.model, PreTrainedModel)
@@ -524,7 +525,7 @@ class _RecordedForward:
             ),
             mixes_positions=functions.mixes_positions,
             fixed_logits=self._fixed_logits(logits),
-            handed_shape=(handed_shape := tuple(getattr(blocks[-1].outputs[0], "shape", ())) if blocks else ()),
+            handed_shape=handed_shape,
             pads=bool(self.tokens) and len(handed_shape) == 3 and handed_shape[1] != self.tokens,
             outside_reads=tuple(sorted(functions.outside_reads)),
             takes_outer_gradient=functions.takes_outer_gradient,

@@ -1,7 +1,8 @@
 """torch's tests made to run on a backend of another name, on a host without a GPU, in forks of one process.
 
-Nothing else of a test is changed. Its text gets the backend's name where it says Gloo's; what asks for a GPU is let
-through, so a test that needs one fails on both backends and counts for neither.
+Its text, and that of torch's own helpers, gets the backend's name where it says Gloo's, and a CPU where it says a GPU;
+what asks for one is let through, so a test that needs it fails on both backends and counts for neither. A call of
+Gloo's own that chooses an interface is left out. Nothing else of a test is changed.
 """
 
 from __future__ import annotations

@@ -57,10 +57,10 @@ def main(backend: str, results: str, source: str, part: str = "") -> None:
     tests = _tests(unittest.defaultTestLoader.loadTestsFromModule(module))
     chosen = [test for test in tests if part in _name(test)]
     with open(results, "a", buffering=1) as lines:
-        for kind, of_class in groupby(chosen, type):
+        for test_class, of_class in groupby(chosen, type):
             for test in of_class:
                 lines.write(json.dumps({"test": _name(test)} | _run(test)) + "\n")
-            kind.tearDownClass()  # ends ranks that torch has started for all tests of a class
+            test_class.tearDownClass()  # ends ranks that torch has started for all tests of a class
 
 
 def _fail_late_test(number: int, frame: Any) -> None:
