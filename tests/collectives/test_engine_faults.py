@@ -221,7 +221,10 @@ def leavings() -> tuple[int, int, int]:
     during = count()
     dist.destroy_process_group(group)
     del group
-    after = count()
+    deadline = time.monotonic() + 10
+    # A joined thread is in /proc until the kernel has taken it away.
+    while (after := count())[2] > before[2] and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert during[1] == before[1] + 1 and during[2] > before[2]
     return tuple(b - a for a, b in zip(before, after))  # type: ignore[return-value]
 

@@ -77,9 +77,16 @@ def _in_blocks(options: Options, whole: Shape, part: Shape) -> State:
     moments = ("exp_avg", "exp_avg_sq")
     if not is_quantized(whole):
         return {key: StateTensor(part) for key in moments}
-    scales = (*part[:-1], math.ceil(part[-1] / options.get("block_size", BLOCK)))
+    scales = (*part[:-1], _most_blocks(whole[-1], part[-1], options.get("block_size", BLOCK)))
     codes = {key: StateTensor(part, "uint8") for key in moments}
     return codes | {f"{key}_scale": StateTensor(scales, "fp32") for key in moments}
+
+
+def _most_blocks(whole: int, part: int, block: int) -> int:
+    """Return the blocks of `whole` columns in the part of them that touches most; parts stand side by side."""
+    if not part:
+        return 0
+    return max(math.ceil(min(start + part, whole) / block) - start // block for start in range(0, whole, part))
 
 
 def _factored(options: Options, whole: Shape, part: Shape) -> State:
