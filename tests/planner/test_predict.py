@@ -317,6 +317,18 @@ def test_an_offloaded_optimizer_costs_less_beside_backward() -> None:
     assert clipped.seconds["optimizer"] == plain.seconds["optimizer"] / 2
 
 
+def test_muons_iterations_take_products_and_traffic() -> None:
+    def seconds(received: float, flops: float, **layout: Any) -> float:
+        return predict(made(orthogonalized=(received, flops), **layout)).seconds["optimizer"]
+
+    alone, shape = seconds(0.0, 0.0), {"shard": 8, "cluster": cluster("p5.48xlarge:1")}
+    products = seconds(0.0, 1e13) - alone
+    assert 1e13 / 989e12 < products < 1e13 / 400e12  # dense bf16 of an H100, and two fifths of it
+    over_nodes, in_node = seconds(1e9, 0.0) - alone, seconds(1e9, 0.0, **shape) - seconds(0.0, 0.0, **shape)
+    assert 1e9 / 450e9 < in_node < 1e9 / 200e9 and over_nodes > 1e9 / 400e9
+    assert seconds(1e9, 1e13) == pytest.approx(alone + products + over_nodes)
+
+
 def test_a_clusters_file_has_whole_nodes(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("accelerator: H100\nnodes: 2\nintra: 450\nhost_gb: 1024\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 from torch import nn
 
 from shardwise.kernels.newton_schulz import newton_schulz, newton_schulz_of_blocks
-from shardwise.model.matrices import Matrix
+from shardwise.model.matrices import Matrix, matrices_of
+from shardwise.plan.draft import World
 from shardwise.plan.orthogonalization import BLOCKS, EVERY_RANK, ONE_RANK, Slices, costs
+from shardwise.plan.plan import resolve
 from shardwise.testing import oracle_muon
 from shardwise.training.optimizers.muon import COEFFICIENTS, Muon
+from tests.parity.jobs import facts_of
+from tests.parity.test_muon import muon_job
 
 SHAPES = ((5, 8), (8, 5), (6, 6), (1, 7))
 
@@ -74,6 +79,18 @@ def test_blocks_are_the_whole_but_for_rounding() -> None:
 def test_the_cheapest_way(shape: tuple[int, int], slices: Slices, compute: str, expected: str) -> None:
     ways = costs(Matrix(shape, (slice(0, shape[0]),)), slices, 5, compute)
     assert min(ways, key=lambda way: ways[way].total("cuda")) == expected
+
+
+def test_a_rank_works_for_its_stage_alone(corpora: Path) -> None:
+    """Copies on every rank do everything: 4k2l + 2k3 FLOPs an iteration, of the matrices of the rank's stage."""
+    plans = {}
+    for stages in (1, 2):
+        job = muon_job(corpora, parallel={"pipeline_parallel_degree": stages})
+        facts = facts_of(job)
+        plans[stages] = resolve(job, World(stages, "cpu", stages), facts)
+    matrices = [matrix for name in plans[1].orthogonalized for matrix in matrices_of(facts, name)]
+    whole = sum(5 * (4 * min(m.shape) ** 2 * max(m.shape) + 2 * min(m.shape) ** 3) for m in matrices)
+    assert plans[1].orthogonalization == (0.0, whole) and plans[2].orthogonalization == (0.0, whole / 2)
 
 
 def test_what_torch_refuses_is_refused() -> None:

@@ -10,7 +10,7 @@ T Newton-Schulz iterations take F = T (4 k^2 l + 2 k^3) FLOPs. A rank's mean sha
 | `blocks`: squares of k x k summed over the slices | 2 w (T k^2 + 1) (s - 1) / s | F / s |
 
 b are the bytes of a number in the iterations' dtype, w those of a sum. Blocks are possible where slices share the
-larger dim alone. A byte counts as the FLOPs that a rank does while it arrives.
+larger dim alone. A byte counts as the FLOPs that a rank does while it arrives. A stage has its share of the matrices.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class Cost(NamedTuple):
         return FLOPS_A_BYTE.get(device, FLOPS_A_BYTE["cuda"]) * self.received + self.flops
 
 
+NOTHING = Cost(0.0, 0.0)
+
+
 def costs(matrix: Matrix, slices: Slices, steps: int, compute: str) -> dict[str, Cost]:
     """Return the cost of each way that is possible."""
     flops, elements = steps * matrix.work, math.prod(matrix.shape)
@@ -72,7 +75,7 @@ class Orthogonalization(NamedTuple):
     Attributes:
         ways: name of a parameter -> the way of its matrices.
         matrices: how many matrices go each way.
-        cost: of all.
+        cost: of a rank, in the mean over stages.
         others: other optimizers -> tensors that they update.
     """
 
@@ -108,7 +111,8 @@ def orthogonalization(draft: Draft) -> Orthogonalization | None:
         matrices[way] += count
         received, flops = received + cost.received, flops + cost.flops
     others = Counter(own.name for own in chosen.values() if own.name != MUON)
-    return Orthogonalization(ways, matrices, Cost(received, flops), others) if ways else None
+    stages = draft.parallel.pipeline_parallel_degree
+    return Orthogonalization(ways, matrices, Cost(received / stages, flops / stages), others) if ways else None
 
 
 def _cheapest(draft: Draft, name: str, own: ParameterOptimizer) -> tuple[str, Cost, int]:

@@ -35,7 +35,7 @@ from shardwise.plan.draft import (
     stage_ranks,
 )
 from shardwise.plan.normalisation import NORMALISATIONS
-from shardwise.plan.orthogonalization import Orthogonalization, orthogonalization
+from shardwise.plan.orthogonalization import NOTHING, Cost, Orthogonalization, orthogonalization
 from shardwise.plan.rules import check
 from shardwise.plan.rules.optimizer import optimizer_sections
 from shardwise.plan.sequence_lengths import SequenceLengths
@@ -95,6 +95,7 @@ class Plan:
     context_method: str = ""  # how attention reaches the other parts of a sequence; empty where it is whole
     sources: str = ""  # of the data and their shares; empty where there is one corpus
     orthogonalized: dict[str, str] = field(default_factory=dict)  # parameter of Muon's -> the way of its matrices
+    orthogonalization: Cost = NOTHING  # of a rank in a step, in the mean
     optimizers: str = ""  # which of several optimizers updates what; empty where there is one
     offloaded_optimizer: str = ""  # the share of the optimizer's state in host memory; empty where there is none
     updates_in_backward: bool = False  # what is in host memory is updated while backward goes on
@@ -292,6 +293,7 @@ def resolve(job: Job, world: World, facts: ModelFacts, training_sequences: int |
         reference=_reference(draft, rules),
         sources=_sources(draft, rules),
         orthogonalized={} if muon is None else muon.ways,
+        orthogonalization=NOTHING if muon is None else muon.cost,
         optimizers=_optimizers(draft, muon, rules),
         offloaded_optimizer=_offloaded_optimizer(draft, rules),
         updates_in_backward=bool(draft.memory.offload_optimizer) and not _updates_wait(draft),

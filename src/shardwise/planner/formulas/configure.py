@@ -56,6 +56,7 @@ def configuration_of(
         offload_activations=memory.offload_activations,
         offload_parameters=memory.offload_parameters,
         offload_optimizer=float(memory.offload_optimizer),
+        orthogonalized=plan.orthogonalization,
         updates_in_backward=plan.updates_in_backward,
         kept_every=job.checkpoint.memory_every,
         flash=job.model.attention != "eager",

@@ -22,11 +22,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardwise.job.axes import data_axes
+from shardwise.job.axes import Axis, data_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES
 from shardwise.planner.formulas.axis_traffic import StageWork, elements_of_rank, step_traffic
-from shardwise.planner.formulas.communication import overlapped_seconds
-from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head_work, optimizer_seconds
+from shardwise.planner.formulas.communication import overlapped_seconds, rank_group
+from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head_work, optimizer_seconds, wide_rates
 from shardwise.planner.formulas.footprint import host_bytes, stage_footprints, state_copy_bytes
 from shardwise.planner.formulas.layer import BlockTime, block_time, host_bandwidth, message_waits
 from shardwise.planner.formulas.prediction import EIGHTY, Prediction, TrainingConfiguration
@@ -177,7 +177,17 @@ def _optimizer(configuration: TrainingConfiguration, blocks: int) -> float:
     local = _trained_elements(configuration, blocks)
     if configuration.host_optimizer:
         return OPTIMIZER_BYTES * local / HOST_MEMORY
-    return optimizer_seconds((1 - configuration.host_updates) * local, configuration)
+    updated = optimizer_seconds((1 - configuration.host_updates) * local, configuration)
+    return updated + _orthogonalization(configuration)
+
+
+def _orthogonalization(configuration: TrainingConfiguration) -> float:
+    """Return the seconds of Muon's iterations: products of whole matrices, behind what a rank receives for them."""
+    received, flops = configuration.orthogonalized
+    axes = data_axes() if configuration.degree(*data_axes()) > 1 else (Axis.TENSOR,)
+    over = rank_group(configuration, *axes)
+    link = over.intra if over.nodes == 1 else over.inter
+    return flops / wide_rates(configuration).flops + received / link
 
 
 def _copies(configuration: TrainingConfiguration, blocks: int) -> float:

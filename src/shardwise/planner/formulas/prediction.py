@@ -364,6 +364,7 @@ class TrainingConfiguration:
         trained: share of the parameters that have gradients and optimizer state.
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
         offload_optimizer: share of the trained parameters whose optimizer state is in host memory.
+        orthogonalized: bytes that a rank receives for Muon's iterations in a step, and their FLOPs.
         updates_in_backward: these are updated while the last backward runs.
         kept_every: steps between copies of the state in the hosts' memory (`checkpoint.memory_every`); 0: none.
         whole_in_step: a pipeline's parameters stay gathered, and its gradients whole, from a step's first microbatch to
@@ -397,6 +398,7 @@ class TrainingConfiguration:
     offload_activations: bool = False
     offload_parameters: bool = False
     offload_optimizer: float = 0.0
+    orthogonalized: tuple[float, float] = (0.0, 0.0)
     updates_in_backward: bool = False
     kept_every: int = 0
     flash: bool = True
