@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(layers: int, width: int, rounds: int) -> dict[str, list[float]]:
     """Return this rank's seconds of every round, by contender. Collective."""
-    model = sharded_model(layers, width)
+    model = sharded_model(layers, width, "bf16")
     names = list(model.plan.orthogonalized)
     torch.manual_seed(dist.get_rank())
     gradients = [torch.randn_like(model.tensor_map[name].local) for name in names]
@@ -88,14 +88,14 @@ def measure(layers: int, width: int, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def sharded_model(layers: int, width: int) -> ParallelModel:
-    """Return a llama in 16 bits whose parameters lie in shards on all ranks."""
+def sharded_model(layers: int, width: int, compute: str) -> ParallelModel:
+    """Return a llama whose parameters lie in shards on all ranks."""
     config = {
         "model_type": "llama", "hidden_size": width, "num_attention_heads": 8, "num_key_value_heads": 4,
         "num_hidden_layers": layers, "intermediate_size": 4 * width, "vocab_size": 512,
     }  # fmt: skip
     sections: dict[str, Any] = {
-        "model": {"config": config}, "precision": {"compute": "bf16"}, "parallel": {"ddp_dist_backend": "gloo"},
+        "model": {"config": config}, "precision": {"compute": compute}, "parallel": {"ddp_dist_backend": "gloo"},
         "optimizer": {"name": "Muon", "learning_rate": OPTIONS["lr"], "weight_decay": OPTIONS["weight_decay"]},
     }  # fmt: skip
     job, device = Job.model_validate(sections), torch.device("cpu")
