@@ -16,7 +16,7 @@ from shardwise.collectives import registration
 from shardwise.testing.world import WorldPool
 
 LARGE = 4_200_003  # elements: of three ranks' outputs together more than caches keep; odd, so that no part is aligned
-ENOUGH = 1_100_003  # of each rank's part for a chain of three ranks
+ENOUGH = 1_100_003  # fp32 numbers of each rank's part for a chain of three ranks
 FACTOR = 0.3
 
 
@@ -65,6 +65,7 @@ def sums(cases: list[tuple[str, torch.dtype]], count: int) -> None:
 
 def test_sums_of_a_chain_are_those_in_the_order_of_the_ranks(world_pool: WorldPool) -> None:
     world_pool.run(3, sums, [("sum", torch.float32)], ENOUGH)
+    world_pool.run(3, sums, [("avg", torch.bfloat16)], 2 * ENOUGH)
 
 
 def keeps_its_cores() -> None:
@@ -92,7 +93,7 @@ def test_ranks_have_all_their_cores_after_a_sum(world_pool: WorldPool) -> None:
 @pytest.mark.parametrize(("ranks", "count"), [(2, 6_300_007), (3, LARGE), (4, 1_500_001), (5, 3_000_001)])
 def test_reductions_of_large_tensors(world_pool: WorldPool, ranks: int, count: int) -> None:
     cases = [("avg", torch.float32), ("scaled", torch.float32), ("max", torch.float64), ("sum", torch.int32)]
-    cases += [("sum", torch.uint8), ("sum", torch.bfloat16), ("sum", torch.float16)]
+    cases += [("sum", torch.uint8), ("sum", torch.bfloat16), ("avg", torch.float16), ("scaled", torch.float16)]
     world_pool.run(ranks, sums, cases, count, timeout=280)
 
 

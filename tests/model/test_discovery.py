@@ -256,7 +256,16 @@ def test_heads_may_have_a_size_of_their_own(attention: str) -> None:
     assert shape.attention_width == 64 and shape.key_value_width == 32
 
 
-def test_what_has_several_streams() -> None:
-    job = Job.model_validate({"model": {"config": toy_config("deepseek_v4"), "attention": "eager"}})
-    reason = "blocks of deepseek_v4 hand on 4 dims of 32 features, and stages [B, S, 32]"
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("deepseek_v4", "blocks of deepseek_v4 hand on 4 dims of 32 features, and stages [B, S, 32]"),
+        ("qwen4_exp_text", "blocks of qwen4_exp_text hand on 3 dims of 128 features, and stages [B, S, 32]"),
+    ],
+)
+def test_what_has_several_streams(model_type: str, reason: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
+    job = Job.model_validate({"model": {"config": toy_config(model_type), "attention": "eager"}})
     assert reason in discover(build_model(job), job).supports(Axis.PIPELINE).reason

@@ -141,7 +141,7 @@ def test_resumed_across_a_border_on_another_layout(world_pool: WorldPool, corpor
             world_pool.run(ranks, train, resumed(other, keep_last=3))
             assert losses(job) == pytest.approx(undisturbed, rel=1e-9)
             assert data_hashes(job) == hashes
-    with pytest.raises(WorldError, match=r"batch_size_schedule=\[\{'sequences_per_step': 4, .* the job has \[\]"):
+    with pytest.raises(WorldError, match=r"batch_size_schedule=\[.* the job has \[\]"):
         world_pool.run(2, train, resumed(a_job(corpora, tmp_path / "run", dropout=0.1)))
     evenly = a_job(corpora, tmp_path / "evenly", **{**keys, "training": {"sequences_per_step": 6}})
     world_pool.run(2, train, evenly)

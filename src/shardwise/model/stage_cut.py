@@ -320,11 +320,10 @@ def _placeholder_shapes(arguments: Mapping[int | str, Any], output: Any) -> Iter
     if not isinstance(output, Tensor):
         return
     shapes = {key: shape for key, value in arguments.items() if (shape := _shape(value))}
-    for key, shape in shapes.items():
-        if output.shape == shape:
-            yield PlaceholderShape(key)
-        for kept in (shape, shape[:-1]):
-            if output.shape[:-1] == kept:
+    yield from (PlaceholderShape(key) for key, shape in shapes.items() if output.shape == shape)
+    for left_out in (0, 1):  # all of a shape says more than a part of it, which may be as long by chance
+        for key, shape in shapes.items():
+            if output.shape[:-1] == (kept := shape[: len(shape) - left_out]):
                 yield PlaceholderShape(key, end=len(kept), width=output.shape[-1])
     ones = next((dim for dim, size in enumerate(output.shape) if size != 1), 0)
     for key, shape in shapes.items():

@@ -116,6 +116,13 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "per_layer_config": {"1": {"kv_lora_rank": 24, "head_dim": 16}},
     },
     "ernie4_5_moe": {"moe_k": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "flint": {"mlp_only_layers": [0]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "kimi_linear": {**LATENT, "num_experts_per_token": 2, "layer_types": ["linear_attention", "full_attention"]},
