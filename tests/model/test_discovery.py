@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job

@@ -113,7 +113,7 @@ class ExecutionOrder:
             self._mark(output, name)
             if torch.is_grad_enabled() and not _nodes(output) and any(True for _ in module.parameters(recurse=False)):
                 self._untrained.add(name)
-        shape = next(_placeholder_shapes(dict(enumerate(args)) | kwargs, output), None)
+        shape = placeholder_shape(dict(enumerate(args)) | kwargs, output)
         self.placeholders[name] = shape if self.placeholders.get(name, shape) == shape else None
 
     def follow(self, arguments: Sequence[Any], result: Any) -> None:
@@ -310,6 +310,11 @@ def _module_obstacles(model: nn.Module, blocks: Sequence[str], execution: Execut
 def _own_parameters(model: nn.Module, name: str) -> int:
     own = model.get_submodule(name).named_parameters(recurse=False, remove_duplicate=False)
     return sum(parameter.numel() for _, parameter in own)
+
+
+def placeholder_shape(arguments: Mapping[int | str, Any], output: Any) -> PlaceholderShape | None:
+    """Return how the output's shape follows from an argument's; None where it does not."""
+    return next(_placeholder_shapes(arguments, output), None)
 
 
 def _placeholder_shapes(arguments: Mapping[int | str, Any], output: Any) -> Iterator[PlaceholderShape]:
