@@ -53,6 +53,7 @@ from shardwise.planner.search.search import (
 from shardwise.planner.search.search_report import layout_explanation, ranking_table, search_remarks
 from shardwise.planner.search.space import SearchSpace, changed_job, thinned
 
+ON_DEVICE = ("--memory.offload_parameters", "false", "--memory.offload_optimizer", "0")
 LLAMA = {
     "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "intermediate_size": 2816, "vocab_size": 4096, "max_position_embeddings": 2048,
@@ -311,7 +312,7 @@ def test_the_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = plan(capsys, "--model", "llama3-8b", "--cluster", "h100:1", "--memory.offload_parameters", "false")
+    code, _, err = plan(capsys, "--model", "llama3-8b", "--cluster", "h100:1", *ON_DEVICE)
     assert code == 2
     assert "no layout of 8,0" in err and "fits on 1 x 1 H100 SXM" in err and "nodes would do" in err
 
@@ -340,4 +341,4 @@ def test_mistakes_are_named(words: tuple[str, ...], said: str, capsys: pytest.Ca
 @pytest.mark.slow
 def test_what_is_offloaded_has_to_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, "--model", "llama3-70b", "--cluster", "h100:2", "--limit", "10")
-    assert code == 2 and "share of the host's memory is 256.0 GiB" in err and "nodes would do" in err
+    assert code == 2 and "whose share of it is 256.0 GiB" in err and "nodes would do" in err

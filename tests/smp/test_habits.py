@@ -25,12 +25,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     STAGES: (2, {"ddp": True, "microbatches": 2, "pipeline_parallel_degree": 2}),
 }
 MEETING = ("CollectiveForward", "ImportedCollectives")
-# Unlike jobs, scripts bring their optimizer, and their ranks may meet where all of them run the same modules.
+STATISTICS = "ReadStatistics"
+# Unlike jobs, scripts bring their optimizer, and their ranks may meet where all of them run the same modules. They say
+# how many microbatches there are, and their ranks read the first rank's statistics, as under DDP.
 RIGHT_IN_SCRIPTS = {
     ("SparseGradients", ONE), ("SparseGradients", STAGES), ("ClippingHook", ONE),
     ("CountedHook", ONE), ("LateHook", ONE),
     *((name, layout) for name in MEETING for layout in (REPLICAS, ZERO_1, SHARDS)),
-    *((name, layout) for name in ("DerivedAttribute", "SharedMemory") for layout in LAYOUTS),
+    *((name, layout) for name in ("DerivedAttribute", "SharedMemory", "RowsTogether") for layout in LAYOUTS),
+    *((STATISTICS, layout) for layout in LAYOUTS),
 }  # fmt: skip
 QUICK = {"OddParameters": SHARDS, "SparseGradients": ZERO_1, "ListedParameters": ONE}
 
@@ -68,8 +71,8 @@ def _check(pool: WorldPool, habit: Habit, layout: str) -> None:
             assert re.search(refused, refusal), refusal
             continue
         assert not refusal
-        if habit.module in MEETING and ranks > 1:
-            continue  # one process would not take the mean of all ranks
+        if habit.module in (*MEETING, STATISTICS) and layout != STAGES and ranks > 1:
+            continue  # one process would not take the mean of all ranks, nor have the first rank's statistics
         parts = config["microbatches"] * (1 if layout == STAGES else ranks)
         assert_equal_parameters(weights, train_plainly(habit.module, parts))
 

@@ -39,15 +39,15 @@ def own_gradients_found() -> Iterator[Callable[[], str]]:
 
     Function.apply, Tensor.register_hook = classmethod(recorded_apply), recorded_hook  # type: ignore[assignment,method-assign]
     try:
-        with _freezing_recorded(names):
+        with freezing_recorded(names):
             yield lambda: names[0] if names else ""
     finally:
         Function.apply, Tensor.register_hook = apply, register_hook  # type: ignore[method-assign]
 
 
 @contextmanager
-def _freezing_recorded(names: list[str]) -> Iterator[None]:
-    """Inside, note where code of the user's freezes or unfreezes parameters."""
+def freezing_recorded(names: list[str]) -> Iterator[None]:
+    """Inside, add to `names` whenever code of the user's freezes or unfreezes parameters."""
     attribute: Any = Tensor.requires_grad
     of_tensor, of_module = Tensor.requires_grad_, nn.Module.requires_grad_
 

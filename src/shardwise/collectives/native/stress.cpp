@@ -79,6 +79,22 @@ void all_reduce(Group& group, int round, int rank, int ranks, uint64_t count) {
   for (uint64_t i = 0; i < count; ++i) require(data[i] == total(round, ranks, i), "all_reduce");
 }
 
+// In bf16, by the upper half of each fp32: sums of whole numbers up to 256 are exact in it.
+void all_reduce_short(Group& group, int round, int rank, int ranks, uint64_t count) {
+  std::vector<uint16_t> data(count);
+  const auto upper = [](float wide) {
+    uint32_t bits;
+    std::memcpy(&bits, &wide, sizeof bits);
+    return static_cast<uint16_t>(bits >> 16);
+  };
+  for (uint64_t i = 0; i < count; ++i) data[i] = upper(value(round, rank, i));
+  Call call = call_of(Kind::all_reduce, count, -1, Reduce::sum);
+  call.number = Number::bf16;
+  call.item = 2;
+  group.all_reduce(call, data.data(), data.data(), kPatience);
+  for (uint64_t i = 0; i < count; ++i) require(data[i] == upper(total(round, ranks, i)), "all_reduce in bf16");
+}
+
 void broadcast(Group& group, int round, int rank, int ranks, uint64_t count) {
   const int root = round % ranks;
   std::vector<float> data = input(round, rank, count);
@@ -149,19 +165,20 @@ void run(Group& group, Messenger& messenger, int rank, int ranks, int rounds, un
   std::vector<int> names(ranks);
   std::iota(names.begin(), names.end(), 0);
   for (int round = 0; round < rounds; ++round) {
-    const bool large = round % 25 == 5;  // each of the first three kinds in turn
-    const uint64_t some = counts[random() % 6], kind = random() % 11, count = large ? kLarge : some;
-    switch (large ? round / 25 % 3 : kind) {
+    const bool large = round % 25 == 5;  // each of the sums in turn, and what is gathered
+    const uint64_t some = counts[random() % 6], kind = random() % 12, count = large ? kLarge : some;
+    switch (large ? round / 25 % 4 : kind) {
       case 0: all_gather(group, round, rank, ranks, count); break;
       case 1: reduce_scatter(group, round, rank, ranks, count); break;
       case 2: all_reduce(group, round, rank, ranks, large ? count * ranks : count); break;
-      case 3: broadcast(group, round, rank, ranks, count); break;
+      case 3: all_reduce_short(group, round, rank, ranks, large ? 2 * count * ranks : count); break;
       case 4: all_to_all(group, round, rank, ranks, count); break;
       case 5: gather(group, round, rank, ranks, count); break;
       case 6: scatter(group, round, rank, ranks, count); break;
       case 7: reduce(group, round, rank, ranks, count); break;
       case 8: group.barrier(call_of(Kind::barrier, 0), kPatience); break;
       case 9: MonitoredBarrier(messenger, names, kPatience).run(rank, round % 2 == 0); break;
+      case 10: broadcast(group, round, rank, ranks, count); break;
       default: if (ranks > 1) pass_on(messenger, round, rank, ranks, count);
     }
   }

@@ -24,6 +24,7 @@ from shardwise.errors import LegalityError
 from shardwise.model.construct import meta_parameter
 from shardwise.model.containers import walk
 from shardwise.model.gradient_hooks import definition_of, find_accumulate_grad_hooks, find_gradient_hooks
+from shardwise.model.own_gradients import freezing_recorded
 from shardwise.model.parameter_kinds import find_parameter_kinds
 from shardwise.model.probe import probe_forward
 from shardwise.model.user_state import mentions, user_state_kept
@@ -164,7 +165,7 @@ class UnwrappedModule:
 
         Raises:
             LegalityError: it reads parameters of a unit that does not run, or attributes of gathered parameters, or it
-                writes or replaces parameters, or puts hooks on their gradients.
+                writes, replaces or freezes parameters, or puts hooks on their gradients.
         """
         module, self._copy = self._copy, None
         assert module is not None
@@ -175,7 +176,14 @@ class UnwrappedModule:
             self._check_probe(module, units, inputs)
 
     def _check_probe(self, module: nn.Module, units: list[str], inputs: Mapping[str, Tensor]) -> None:
-        probe = probe_forward(module, [units], POSITIONS, inputs)
+        freezing: list[str] = []
+        with freezing_recorded(freezing):
+            probe = probe_forward(module, [units], POSITIONS, inputs)
+        if freezing:
+            raise LegalityError(
+                f"FSDP: the forward of {self._definition} freezes or unfreezes parameters, which are views of a flat "
+                "one while it runs; use torch.func.functional_call with detached values"
+            )
         name = next((name for name in probe.outside_reads if _unit_of(name, units)), None)
         if name is not None:
             raise LegalityError(
