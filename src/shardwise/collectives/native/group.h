@@ -99,8 +99,7 @@ class Group {
   bool chains(uint64_t bytes) const;
   template <class Add, class Take>
   void chain(uint64_t blocks, Add add, Take take);
-  void add_own(void* area, const void* input, uint64_t elements) const;
-  uint64_t summed_in(uint64_t bytes) const;
+  void add_own(void* out, const void* area, const void* input, uint64_t elements) const;
   void reduce_scatter_in_chain(const std::vector<const void*>& inputs, void* output);
   void all_reduce_in_chain(const char* input, char* output, uint64_t bytes);
   bool is_missing(int peer) const;

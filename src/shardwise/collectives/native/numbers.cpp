@@ -62,10 +62,6 @@ inline Half narrow(float x, Half) {
   return {static_cast<uint16_t>(sign | rest)};
 }
 
-void widen_all(const BFloat16* from, float* to, size_t count) {
-  for (size_t i = 0; i < count; ++i) to[i] = widen(from[i]);
-}
-
 // Many at once: what the compiler makes of the functions above takes ten times as long as the processor's own conversion.
 void widen_all(const Half* from, float* to, size_t count) {
   size_t i = 0;
@@ -250,29 +246,6 @@ void reduce_short(Types types, Reduce operation, void* out, const std::vector<co
   return reduce_as<float, T>(operation, out, inputs, factors, count, divisor);
 }
 
-// Rounded numbers are half as long as the sums in whose memory they end: they are put there block by block.
-template <class T>
-void add_short_to(Types types, Reduce operation, void* sums, const void* input, double factor, size_t count,
-                  size_t divisor) {
-  float wide[kBlock];
-  T rounded[kBlock];
-  std::vector<const void*> parts(2);
-  const std::vector<double> factors{1.0, factor};
-  for (size_t at = 0; at < count; at += kBlock) {
-    const size_t length = std::min(kBlock, count - at);
-    float* const sum = static_cast<float*>(sums) + at;
-    widen_all(static_cast<const T*>(input) + at, wide, length);
-    parts[0] = sum;
-    parts[1] = wide;
-    if (types.to == Number::f32) {
-      reduce_as<float>(operation, sum, parts, factors, length, divisor);
-    } else {
-      reduce_as<float, T>(operation, rounded, parts, factors, length, divisor);
-      std::memcpy(static_cast<T*>(sums) + at, rounded, length * sizeof(T));
-    }
-  }
-}
-
 // A sum of truth values is whether one is true, a product whether all are: what they are in torch.
 Reduce of_truth(Reduce operation) {
   if (operation == Reduce::sum) return Reduce::max;
@@ -329,12 +302,6 @@ void reduce(Types types, Reduce operation, void* out, const std::vector<const vo
     case Number::boolean: operation = of_truth(operation); return run(reduce_as<Bool, Bool>);
     case Number::other: break;  // refused before
   }
-}
-
-void add_to(Types types, Reduce operation, void* sums, const void* input, double factor, size_t count, size_t divisor) {
-  if (types.from == Number::f16) return add_short_to<Half>(types, operation, sums, input, factor, count, divisor);
-  if (types.from == Number::bf16) return add_short_to<BFloat16>(types, operation, sums, input, factor, count, divisor);
-  reduce(types, operation, sums, {sums, input}, {1.0, factor}, count, divisor);
 }
 
 }  // namespace shardwise

@@ -33,8 +33,4 @@ struct Types {
 void reduce(Types types, Reduce operation, void* out, const std::vector<const void*>& inputs,
             const std::vector<double>& factors, size_t count, size_t divisor);
 
-// sums[i] = sums[i] (+) factor * input[i], in place: a further input of type `types.from` to sums of its accumulator, which
-// become `types.to`, that type or the input's. `factor` is for `scaled_sum` alone.
-void add_to(Types types, Reduce operation, void* sums, const void* input, double factor, size_t count, size_t divisor);
-
 }  // namespace shardwise

@@ -171,7 +171,7 @@ void run(Group& group, Messenger& messenger, int rank, int ranks, int rounds, un
       case 0: all_gather(group, round, rank, ranks, count); break;
       case 1: reduce_scatter(group, round, rank, ranks, count); break;
       case 2: all_reduce(group, round, rank, ranks, large ? count * ranks : count); break;
-      case 3: all_reduce_short(group, round, rank, ranks, large ? 2 * count * ranks : count); break;
+      case 3: all_reduce_short(group, round, rank, ranks, large ? count * ranks : count); break;
       case 4: all_to_all(group, round, rank, ranks, count); break;
       case 5: gather(group, round, rank, ranks, count); break;
       case 6: scatter(group, round, rank, ranks, count); break;
