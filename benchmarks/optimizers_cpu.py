@@ -2,9 +2,9 @@
 
     python -m benchmarks.optimizers_cpu --json result.json
 
-Every optimizer updates the same weights with the same gradients. A round gives each of them one step in turn, so that
-a slow minute hits all; the slowest rank's time counts. The limit is the time in which a rank's share of a plain copy
-moves what AdamW in fp32 has to read and write.
+Every optimizer updates the same weights, with gradients that are drawn. A round gives each of them one step in turn, so
+that a slow minute hits all; the slowest rank's time counts. `copy` is a plain copy of as many bytes as AdamW in fp32
+reads and writes, beside which it is to be seen.
 """
 
 from __future__ import annotations

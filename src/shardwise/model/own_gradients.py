@@ -47,24 +47,26 @@ def own_gradients_found() -> Iterator[Callable[[], str]]:
 
 @contextmanager
 def freezing_recorded(names: list[str]) -> Iterator[None]:
-    """Inside, add to `names` whenever code of the user's freezes or unfreezes parameters."""
+    """Inside, add to `names` whenever code of the user's changes whether parameters are trained."""
     attribute: Any = Tensor.requires_grad
     of_tensor, of_module = Tensor.requires_grad_, nn.Module.requires_grad_
 
-    def note(holder: Any, frame: Any) -> None:
-        if isinstance(holder, nn.Parameter | nn.Module) and not f"{frame.f_globals['__name__']}.".startswith(PLAIN):
+    def note(holder: Any, value: bool, frame: Any) -> None:
+        parameters = holder.parameters() if isinstance(holder, nn.Module) else [holder]
+        changed = any(isinstance(known, nn.Parameter) and known.requires_grad != value for known in parameters)
+        if changed and not f"{frame.f_globals['__name__']}.".startswith(PLAIN):
             names.append("parameters that it freezes or unfreezes")
 
     def set_attribute(tensor: Tensor, value: bool) -> None:
-        note(tensor, sys._getframe(1))
+        note(tensor, value, sys._getframe(1))
         attribute.__set__(tensor, value)
 
     def recorded_tensor(tensor: Tensor, value: bool = True) -> Tensor:
-        note(tensor, sys._getframe(1))
+        note(tensor, value, sys._getframe(1))
         return of_tensor(tensor, value)
 
     def recorded_module(module: nn.Module, value: bool = True) -> nn.Module:
-        note(module, sys._getframe(1))
+        note(module, value, sys._getframe(1))
         return of_module(module, value)
 
     with (

@@ -179,11 +179,6 @@ class UnwrappedModule:
         freezing: list[str] = []
         with freezing_recorded(freezing):
             probe = probe_forward(module, [units], POSITIONS, inputs)
-        if freezing:
-            raise LegalityError(
-                f"FSDP: the forward of {self._definition} freezes or unfreezes parameters, which are views of a flat "
-                "one while it runs; use torch.func.functional_call with detached values"
-            )
         name = next((name for name in probe.outside_reads if _unit_of(name, units)), None)
         if name is not None:
             raise LegalityError(
@@ -207,6 +202,11 @@ class UnwrappedModule:
                 f"FSDP: the forward of {self._definition} puts a hook on the gradient of {probe.effects.hooked[0]}, "
                 "which FSDP's views of a flat parameter do not call; scale or mask gradients between backward and the "
                 "optimizer's step"
+            )
+        if freezing:
+            raise LegalityError(
+                f"FSDP: the forward of {self._definition} freezes or unfreezes parameters, which are views of a flat "
+                "one while it runs; use torch.func.functional_call with detached values"
             )
         marked = [name for name, parameter in module.named_parameters() if vars(parameter)]
         for name in marked:
