@@ -130,9 +130,8 @@ def _run_rank(library: str, backend: str, steps: int, times: Path) -> None:
     times.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(statistics.median(seconds)))
     if dist.is_initialized():
         dist.barrier()
-    os._exit(
-        0
-    )  # at the interpreter's end a rank of Gloo aborts now and then, and the others are ended before they write
+    # At the interpreter's end a rank of Gloo aborts now and then, and the others are ended before they write.
+    os._exit(0)
 
 
 def render(rows: Sequence[dict[str, Any]]) -> Table:

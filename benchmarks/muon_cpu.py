@@ -51,15 +51,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; 1 when a peer is faster."""
-    parser = argparse.ArgumentParser(prog="benchmarks.muon_cpu", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
-    options = parser.parse_args(arguments)
-    with WorldPool(limit=options.ranks, timeout=1800.0) as pool:
-        by_rank = pool.run(options.ranks, measure, options.layers, options.width, options.rounds)
+    options, by_rank = run_ranks("muon_cpu", __doc__, measure, arguments, rounds=15)
     seconds = {
         name: [max(rounds) for rounds in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]
     }
@@ -68,6 +60,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = {"options": {**vars(options), "json": None}, "seconds": seconds}
         write_json(options.json, {**header(PACKAGES), **record})
     return int(any(ratio(seconds, peer) < 1.0 for peer in seconds))
+
+
+def run_ranks(
+    name: str, doc: str | None, measure: Callable[..., Any], arguments: Sequence[str] | None, rounds: int
+) -> tuple[argparse.Namespace, list[Any]]:
+    """Return the options of benchmark `name`, and what `measure(layers, width, rounds)` returned on each rank."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=(doc or "").split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
+    options = parser.parse_args(arguments)
+    with WorldPool(limit=options.ranks, timeout=1800.0) as pool:
+        return options, pool.run(options.ranks, measure, options.layers, options.width, options.rounds)
 
 
 def measure(layers: int, width: int, rounds: int) -> dict[str, list[float]]:

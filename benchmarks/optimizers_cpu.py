@@ -9,7 +9,6 @@ reads and writes, beside which it is to be seen.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -25,13 +24,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.muon_cpu import sharded_model
+from benchmarks.muon_cpu import run_ranks, sharded_model
 from benchmarks.record import header, write_json
 from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.model.parameter_optimizers import MUON
 from shardwise.parallel.model import ParallelModel
-from shardwise.testing.world import WorldPool
 from shardwise.training.optimizer import ShardedOptimizer
 
 PACKAGES = ("torch", "transformers", "shardwise")
@@ -50,15 +48,7 @@ class Measured(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="benchmarks.optimizers_cpu", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
-    options = parser.parse_args(arguments)
-    with WorldPool(limit=options.ranks, timeout=1800.0) as pool:
-        by_rank = pool.run(options.ranks, measure, options.layers, options.width, options.rounds)
+    options, by_rank = run_ranks("optimizers_cpu", __doc__, measure, arguments, rounds=9)
     Console(width=None if sys.stdout.isatty() else 120).print(render(by_rank))
     if options.json:
         record = {"options": {**vars(options), "json": None}, "ranks": [rank._asdict() for rank in by_rank]}

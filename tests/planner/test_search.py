@@ -341,4 +341,4 @@ def test_mistakes_are_named(words: tuple[str, ...], said: str, capsys: pytest.Ca
 @pytest.mark.slow
 def test_what_is_offloaded_has_to_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, "--model", "llama3-70b", "--cluster", "h100:2", "--limit", "10")
-    assert code == 2 and "whose share of it is 256.0 GiB" in err and "nodes would do" in err
+    assert code == 2 and "in the host's memory, whose share of it is 256.0 GiB" in err and "nodes would do" in err

@@ -54,6 +54,26 @@ def train_plainly(name: str, parts: int) -> nn.Module:
     return module
 
 
+def train_with_statistics(name: str, ranks: int, shared: bool) -> nn.Module:
+    """Return the module as ranks train it that each read buffers of their own; `shared`: of the first, step by step."""
+    module = make_module(name)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    buffers = [_buffers(module)] * ranks
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank, rows in enumerate(zip(*(value.chunk(ranks) for value in make_batch(step)))):
+            module.load_state_dict(buffers[rank], strict=False)
+            (run_rows(name, module, *rows) / ranks).backward()
+            buffers[rank] = _buffers(module)
+        buffers = buffers[:1] * ranks if shared else buffers
+        optimizer.step()
+    return module
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
 def assert_equal_parameters(weights: Mapping[str, Tensor], module: nn.Module) -> None:
     """Compare the weights of a script's model with the parameters of a module that plain torch has trained."""
     for name, expected in module.named_parameters():

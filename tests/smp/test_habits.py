@@ -14,7 +14,15 @@ import shardwise.smp as smp
 from shardwise.errors import ShardwiseError
 from shardwise.testing.world import WorldPool
 from tests.habits.table import HABITS, ONE, REPLICAS, SHARDS, STAGES, ZERO_1, Habit
-from tests.smp.habits import STEPS, assert_equal_parameters, make_batch, make_module, run_rows, train_plainly
+from tests.smp.habits import (
+    STEPS,
+    assert_equal_parameters,
+    make_batch,
+    make_module,
+    run_rows,
+    train_plainly,
+    train_with_statistics,
+)
 
 ONCE: dict[str, Any] = {"ddp": True, "microbatches": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,7 +41,7 @@ RIGHT_IN_SCRIPTS = {
     ("CountedHook", ONE), ("LateHook", ONE),
     *((name, layout) for name in MEETING for layout in (REPLICAS, ZERO_1, SHARDS)),
     *((name, layout) for name in ("DerivedAttribute", "SharedMemory", "RowsTogether") for layout in LAYOUTS),
-    *((STATISTICS, layout) for layout in LAYOUTS),
+    *((STATISTICS, layout) for layout in (REPLICAS, ZERO_1, SHARDS)),
 }  # fmt: skip
 QUICK = {"OddParameters": SHARDS, "SparseGradients": ZERO_1, "ListedParameters": ONE}
 
@@ -71,8 +79,11 @@ def _check(pool: WorldPool, habit: Habit, layout: str) -> None:
             assert re.search(refused, refusal), refusal
             continue
         assert not refusal
-        if habit.module in (*MEETING, STATISTICS) and layout != STAGES and ranks > 1:
-            continue  # one process would not take the mean of all ranks, nor have the first rank's statistics
+        if habit.module in MEETING and ranks > 1:
+            continue  # one process would not take the mean of all ranks
+        if (habit.module, layout) in RIGHT_IN_SCRIPTS and habit.module == STATISTICS:
+            assert_equal_parameters(weights, train_with_statistics(habit.module, ranks, shared=True))
+            continue
         parts = config["microbatches"] * (1 if layout == STAGES else ranks)
         assert_equal_parameters(weights, train_plainly(habit.module, parts))
 
