@@ -178,7 +178,7 @@ def on_gpu(backend: str) -> tuple[tuple[int, ...], float]:
     torch.cuda.set_device(device)
     group, rank, size = dist.new_group(backend=backend), dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("gpu", dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
-    found = topology.discover_topology(store, rank, size, topology.gpu_identity(0))
+    found = topology.discover_topology(store, rank, size, topology.gpu_identity("cuda", 0))
     errors: list[torch.Tensor] = []
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):

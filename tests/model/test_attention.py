@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.registry import known_families

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover, find_block_lists, find_ties
 from shardwise.model.facts import ModelFacts
 from shardwise.planner.formulas.prediction import ModelShape

@@ -12,11 +12,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from shardwise.errors import LegalityError
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
 from shardwise.job.schema import Job
 from shardwise.model import registry
 from shardwise.model import tensor_plan as plans
 from shardwise.model.build import build_model
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover, find_block_lists
 from shardwise.model.family import Family
 from shardwise.model.probe import probe_forward

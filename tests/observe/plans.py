@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
 from shardwise.job.schema import Job
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts
 from shardwise.plan.plan import Plan, World, resolve
 

@@ -16,10 +16,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from benchmarks.memory_cpu import measure
 from shardwise._torch_compat.groups import all_gather_single
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
 from shardwise.job.schema import Job
 from shardwise.kernels import float8_gather
 from shardwise.model.build import build_model
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, World, resolve

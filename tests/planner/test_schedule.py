@@ -17,8 +17,8 @@ from torch.distributed.pipelining import (
 
 from shardwise._torch_compat.pipelining import UnpairedDualPipeV
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
 from shardwise.job.schema import Job, ParallelSection
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.plan.draft import V_SCHEDULES, World, in_flight, stage_ranks
 from shardwise.plan.plan import Plan, resolve

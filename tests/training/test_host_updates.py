@@ -15,8 +15,8 @@ import torch
 
 from shardwise.errors import LegalityError
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
 from shardwise.job.schema import Job
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts
 from shardwise.plan.optimizer_offload import offloaded_parameters
 from shardwise.plan.plan import World, resolve

@@ -110,7 +110,7 @@ def test_no_class_is_fused_on_a_gpu_that_refuses_to_be(name: str) -> None:
         parameter = nn.Parameter(torch.zeros(3, device="cuda"))
         parameter.grad = torch.zeros(3, device="cuda")
         optimizer = make_torch_optimizer(
-            optimizer_of(OptimizerSection(name=name)), [{"params": [parameter]}], on_gpu=True
+            optimizer_of(OptimizerSection(name=name)), [{"params": [parameter]}], torch.device("cuda")
         )
         try:
             optimizer.step()
@@ -180,7 +180,7 @@ def test_schedules_of_transformers_are_the_same_functions() -> None:
 def test_sgd_with_momentum_takes_a_late_first_gradient() -> None:
     settings = OptimizerSection(name="SGD", learning_rate=0.5, options={"momentum": 0.9})
     early, late = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    optimizer = make_torch_optimizer(optimizer_of(settings), [{"params": [early, late]}], on_gpu=False)
+    optimizer = make_torch_optimizer(optimizer_of(settings), [{"params": [early, late]}], torch.device("cpu"))
     early.grad = torch.ones_like(early)
     optimizer.step()
     late.grad = torch.ones_like(late)

@@ -23,6 +23,8 @@ from shardwise.commands.cli import COMMANDS
 from shardwise.errors import ShardwiseError
 from shardwise.errors.exit_codes import EXIT_CODES, RESTART_POLICIES
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED
+from shardwise.job.devices import KINDS, Feature
 from shardwise.job.keys import leaf_keys, sections
 from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizers import ELEMENTWISE, UNUSABLE
@@ -31,7 +33,6 @@ from shardwise.job.section import Section, item_sections_of
 from shardwise.job.smp_options import ANY, MAPPED, MPI_NOTES, OPTIONS, Option, translate
 from shardwise.job.sources import ENVIRONMENT, SMP_KEY
 from shardwise.job.values import MOST
-from shardwise.model.capability import SUPPORTED
 from shardwise.model.facts import BlockFacts, ModelFacts
 from shardwise.observe.metrics import __doc__ as METRICS_DOC
 from shardwise.parallel.layout import SMP_LETTERS, Layout, smp_axes
@@ -259,6 +260,24 @@ def _dtype_row(compute: str) -> tuple[str, ...]:
     return compute, *(getattr(dtypes, field.name) for field in fields(Dtypes)), str(size)
 
 
+def devices_page() -> Iterator[str]:
+    yield "# What devices can do\n"
+    yield "`parallel.device` names the kind; `shardwise doctor` shows what is missing on the machine that it runs on."
+    yield "What a job asks for and its device has not is refused before anything starts. Where a feature has a"
+    yield "condition, as float8 has (compute capability 8.9, or CDNA 3), the device that is there is asked.\n"
+    yield "## Kinds\n"
+    yield from table(
+        ("`parallel.device`", "what", "`auto` takes it", "backend", "`precision.compute` auto", "what has run there"),
+        ((code(kind.name), kind.means, "yes" if kind.is_default else "by name alone", code(kind.backend),
+          code(kind.compute), kind.tried) for kind in KINDS),
+    )  # fmt: skip
+    yield "## Features\n"
+    yield from table(
+        ("", *(code(kind.name) for kind in KINDS)),
+        ((feature, *(kind.supports(feature).reason or "yes" for kind in KINDS)) for feature in Feature),
+    )
+
+
 def layout_page() -> Iterator[str]:
     yield "# Ranks and axes\n"
     yield "The letters of `parallel.placement_strategy` are nested loops over D (data), P (pipeline) and T (tensor);"
@@ -425,6 +444,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "job.md": job_page,
     "legality.md": legality_page,
     "attention.md": attention_page,
+    "devices.md": devices_page,
     "smp-options.md": smp_page,
     "recipes.md": recipe_page,
     "smp-api.md": lambda: iter(api_page()),

@@ -16,7 +16,7 @@ METRICS = {
     "tflops_per_rank": "model TFLOP/s of one rank, 6P + 12Lsh a token; no recomputation counted",
     "smp_tflops_per_rank": "the same step in SMP's convention, 8P a token, which its published figures use",
     "mfu": "tflops_per_rank / peak of the device; null where the peak is not known",
-    "peak_memory_bytes": "list by rank: CUDA's peak of allocated bytes, or the process's peak resident size on a CPU",
+    "peak_memory_bytes": "list by rank: the allocator's peak on a GPU, or the process's peak resident size on a CPU",
     "data_seconds": "list by rank: seconds of the step that it has waited for its batches",
     "compute_seconds": "list by rank: what is left of the step without the waits; on a CPU only",
     "communication_seconds": "list by rank: seconds in named collectives, the wait for other ranks with it; CPU only",
@@ -148,8 +148,8 @@ SUBJECTS = (
     ("4. Layout: `placement_strategy`, SMP's ranks and groups", "[layout.md](layout.md)"),
     (
         "5. Workers and launchers: `parallel.workers`, torchrun, Slurm, Open MPI, Kubernetes, SageMaker",
-        "[job.md](job.md#parallel), [environment.md](environment.md), [errors.md](errors.md), "
-        "[sagemaker.md](sagemaker.md)",
+        "[job.md](job.md#parallel), [devices.md](devices.md), [environment.md](environment.md), "
+        "[errors.md](errors.md), [sagemaker.md](sagemaker.md)",
     ),
     (
         "6. Models: `model.path`, `model.config`, `model.factory`, `model.attention`",

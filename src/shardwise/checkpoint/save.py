@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardwise._torch_compat import accelerator
 from shardwise.checkpoint.catalog import Retention, checkpoint_name
 from shardwise.checkpoint.description import RunDescription
 from shardwise.checkpoint.manifest import BLOCK_BYTES, Progress
@@ -35,6 +36,7 @@ from shardwise.checkpoint.storage_write import (
 )
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.job.devices import copies_aside
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
 
@@ -127,7 +129,7 @@ class Checkpointer:
             target=self._write, args=(name, planner, staging, describe), name=f"shardwise-{name}", daemon=True
         )
         self._thread.start()  # it makes room in the ring, which may be smaller than the state
-        if self.model.device.type == "cuda":
+        if accelerator.is_accelerator(self.model.device):
             staging.settle()  # from the stream that computed it; another one's copies would need an order of their own
 
     def _write(self, name: str, planner: ChunkSavePlanner, staging: Source, describe: Describe) -> None:
@@ -166,7 +168,7 @@ class Checkpointer:
         if not self.settings.asynchronous:
             wanted = SYNCHRONOUS_BYTES
         if self._staging is None:
-            self._staging = Staging(wanted, pinned=self.model.device.type == "cuda")
+            self._staging = Staging(wanted, pinned=copies_aside(self.model.device.type))
         self._staging.allow(wanted)
         return self._staging
 
@@ -202,7 +204,8 @@ def claim(store: Store) -> str:
     run, problem = said
     if problem:
         raise CheckpointError(f"checkpoint.directory={store.root!r} cannot be written: {problem}")
-    unseen = torch.tensor(int(not _sees(store, run)), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    device = accelerator.available() if dist.get_backend() in ("nccl", "xccl") else accelerator.HOST
+    unseen = torch.tensor(int(not _sees(store, run)), device=device)
     dist.all_reduce(unseen)
     if int(unseen):
         raise CheckpointError(

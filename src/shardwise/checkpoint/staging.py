@@ -38,7 +38,7 @@ class StagingBlock:
 
     memory: Tensor
     size: int = 0
-    ready: torch.cuda.Event | None = None
+    ready: torch.Event | None = None
 
     def content(self) -> memoryview:
         """The block's bytes, once they are there."""
@@ -101,7 +101,7 @@ class Staging:
             self.cancel()  # the writing thread would wait for the rest
             raise
         if self._pinned and copied:
-            torch.cuda.current_stream().synchronize()
+            torch.accelerator.current_stream().synchronize()
 
     def drain(self) -> Iterator[memoryview]:
         """The blocks of the stream, each valid until the next is asked for.
@@ -171,8 +171,7 @@ class Staging:
 
     def _hand_over(self, block: StagingBlock) -> None:
         if self._pinned:
-            block.ready = torch.cuda.Event()
-            block.ready.record()
+            block.ready = torch.accelerator.current_stream().record_event()
         self._full.put(block)
 
 

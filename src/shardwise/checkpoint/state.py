@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise._torch_compat import accelerator
 from shardwise._torch_compat.modules import is_persistent
 from shardwise.checkpoint.manifest import AVERAGE, NUMBER, TensorRecord
 from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
@@ -174,18 +175,18 @@ def state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
 def random_chunks(device: torch.device, rank: int) -> list[TensorChunk]:
     """This rank's generator states: fused attention dropout draws from them, nothing else does."""
     chunks = [_whole(f"random/cpu/{rank}", torch.get_rng_state())]
-    if device.type == "cuda":
-        chunks.append(_whole(f"random/cuda/{rank}", torch.cuda.get_rng_state(device)))
+    if accelerator.is_accelerator(device):
+        chunks.append(_whole(f"random/{device.type}/{rank}", accelerator.random_state(device)))
     return chunks
 
 
 def set_random(device: torch.device, chunks: Sequence[TensorChunk]) -> None:
     """Put generator states that were read back in their place."""
     for chunk in chunks:
-        if chunk.name.startswith("random/cuda/"):
-            torch.cuda.set_rng_state(chunk.tensor, device)
-        elif chunk.name.startswith("random/cpu/"):
+        if chunk.name.startswith("random/cpu/"):
             torch.set_rng_state(chunk.tensor)
+        elif chunk.name.startswith(f"random/{device.type}/"):
+            accelerator.set_random_state(chunk.tensor, device)
 
 
 def is_scalar(value: Any) -> bool:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_compat import accelerator
 from shardwise.cache import cache_root
 
 Algorithm = Literal["flat", "two_level", "direct"]
@@ -105,8 +106,8 @@ def _times(run: TimedCall, operation: Operation, whole: Tensor) -> list[float]:
         for algorithm, times in zip(ALGORITHMS, taken, strict=True):
             began = time.perf_counter()
             run(operation, algorithm, whole)
-            if whole.is_cuda:
-                torch.cuda.synchronize(whole.device)
+            if accelerator.on_accelerator(whole):
+                torch.accelerator.synchronize(whole.device)
             times.append(time.perf_counter() - began)
     return [min(times[1:]) for times in taken]
 

@@ -97,12 +97,12 @@ def discover_topology(store: Any, rank: int, world: int, device: str | None = No
     return replace(topology, devices=tuple(_of_all(store, "device", world)))
 
 
-def gpu_identity(index: int) -> str:
-    """Return the name, unique in its host, of the GPU that this rank sees as `cuda:index`."""
-    import torch
+def gpu_identity(device_type: str, index: int) -> str:
+    """Return the name, unique in its host, of the GPU that this rank sees as `device_type:index`."""
+    from shardwise._torch_compat import accelerator
 
-    device = torch.cuda.get_device_properties(index)
-    return f"cuda:{index} {device.name} {device.uuid}"
+    device = accelerator.module_of(device_type).get_device_properties(index)
+    return f"{device_type}:{index} {device.name} {device.uuid}"
 
 
 def tell_device(store: Any, local_rank: int, device: str) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_compat import accelerator
 from shardwise.collectives.names import current_name
 
 Operation = Callable[[], None]
@@ -53,7 +54,7 @@ class Turns:
         self._lock = threading.Lock()
         self._running = threading.Lock()  # one operation at a time, whichever thread runs it
         self._thread: threading.Thread | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, operation: Operation, inputs: Sequence[Tensor], outputs: Sequence[Tensor], blocking: bool) -> Pending:
         """Run `operation`, which makes `outputs` of `inputs`; with `blocking` it is done on return.
@@ -61,7 +62,7 @@ class Turns:
         Raises:
             Exception: what `operation` raises, if it is run here; else `wait` of the result raises it.
         """
-        if outputs[0].is_cuda:
+        if accelerator.on_accelerator(outputs[0]):
             return self._on_stream(operation, inputs, outputs, blocking)
         with self._lock:
             on_this_thread = blocking and self._pending == 0
@@ -128,17 +129,17 @@ class Turns:
         while (turn := self._waiting.get()) is not None:
             turn()
 
-    # --- CUDA
+    # --- an accelerator
 
     def _on_stream(
         self, operation: Operation, inputs: Sequence[Tensor], outputs: Sequence[Tensor], blocking: bool
     ) -> Pending:
         device = outputs[0].device
-        current = torch.cuda.current_stream(device)
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        current = accelerator.current_stream(device)
+        stream = self._streams.setdefault(device, accelerator.side_stream(device))
         stream.wait_stream(current)
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[device])
-        with torch.cuda.stream(stream):
+        with stream:
             operation()
             future.set_result(list(outputs))  # notes where this stream stands, for `wait`
         for tensor in (*inputs, *outputs):

@@ -19,11 +19,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from shardwise._torch_compat import accelerator
 from shardwise.collectives import engine, topology
 from shardwise.commands.versions import installed_version, untested_versions
 from shardwise.errors import LegalityError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis, spec_of
+from shardwise.job.devices import CPU, default_device_type, device_kind
 from shardwise.job.schema import Job
 from shardwise.kernels.products import prefers_onednn
 from shardwise.launch.environment import detect
@@ -141,7 +143,7 @@ def _expert_kernels(model: nn.Module) -> dict[str, tuple[str, str]]:
 
     kernels: dict[str, tuple[str, str]] = {}
     for name in expert_stacks(model):
-        obstacle = grouped_obstacle(model.get_submodule(name), device(_device_type()))
+        obstacle = grouped_obstacle(model.get_submodule(name), device(default_device_type()))
         grouped = GROUPED_PRODUCTS.name, "experts_implementation is grouped_mm, which does not compute in fp64"
         kernels[name] = (OWN_FORWARD.name, obstacle) if obstacle else grouped
     return kernels
@@ -215,7 +217,7 @@ def _attention(model: DegreeTrial) -> Iterator[tuple[str, str]]:
     if not facts.attention_kernels.ok:
         yield "attention", f"transformers' own: {facts.attention_kernels.reason}"
         return
-    device, length = _device_type(), facts.max_positions or TYPICAL_LENGTH
+    device, length = default_device_type(), facts.max_positions or TYPICAL_LENGTH
     job = Job.model_validate({**model.job, "data": {"sequence_length": length}})
     rows: dict[tuple[str, str], list[str]] = {}
     for layer, choice in Draft(job, World(1, device, 1), facts).attention_choices:
@@ -231,13 +233,7 @@ def _expert_products(model: DegreeTrial) -> Iterator[tuple[str, str]]:
     for stack, kernel in model.expert_kernels.items():
         rows.setdefault(kernel, []).append(stack)
     for (name, reason), stacks in rows.items():
-        yield "products", f"{name} on {_device_type()} for {listed(stacks)}: {reason}"
-
-
-def _device_type() -> str:
-    from torch import cuda
-
-    return "cuda" if cuda.is_available() else "cpu"
+        yield "products", f"{name} on {default_device_type()} for {listed(stacks)}: {reason}"
 
 
 def _legal_degrees(job: dict[str, Any], facts: ModelFacts, axis: Axis, **settings: Any) -> str:
@@ -284,18 +280,18 @@ def _host() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    from torch import cuda
-
-    if not cuda.is_available():
-        yield "devices", "cpu (CUDA is not available)"
+    kind = device_kind(default_device_type())
+    if kind.name == CPU:
+        yield "devices", "cpu (no GPU that torch knows)"
         yield (
             "products",
             "fp32 by " + ("oneDNN, quicker than MKL here" if prefers_onednn() else "torch's default library"),
         )
-        return
-    for index in range(cuda.device_count()):
-        device = cuda.get_device_properties(index)
-        yield f"cuda:{index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB"
+    for index in range(accelerator.count(kind.name)):
+        device = accelerator.module_of(kind.name).get_device_properties(index)
+        yield f"{kind.name}:{index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB"
+    for feature in kind.lacks:
+        yield "not here", f"{feature}: {kind.supports(feature).reason}"
 
 
 def _backends() -> Iterator[tuple[str, str]]:
@@ -325,11 +321,8 @@ def _topology() -> Iterator[tuple[str, str]]:
 
 def _device(local_rank: int) -> str:
     """Return the device of a rank; GPUs are dealt out in turns, so that several ranks may share one."""
-    from torch import cuda
-
-    if not cuda.is_available():
-        return "cpu"
-    return topology.gpu_identity(local_rank % cuda.device_count())
+    kind = default_device_type()
+    return CPU if kind == CPU else topology.gpu_identity(kind, local_rank % accelerator.count(kind))
 
 
 def _extras() -> Iterator[tuple[str, str]]:

@@ -31,11 +31,9 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_script(options: argparse.Namespace, keys: dict[str, Any]) -> int:
-    import torch
-
     from shardwise.sagemaker.container import enter_container
     from shardwise.smp.options import OPTIONS_VARIABLE, options_of_arguments
-    from shardwise.smp.script import Script, launch_script, read_run_options
+    from shardwise.smp.script import Script, default_device, launch_script, read_run_options
 
     container = enter_container()
     if options.script is None:
@@ -49,7 +47,7 @@ def run_script(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     parameters, processes = (None, None) if options.smp_options is None else read_run_options(options.smp_options)
     if parameters is None and OPTIONS_VARIABLE not in os.environ:
         parameters = options_of_arguments(options.arguments)
-    device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device_type = options.device or default_device()
     given = {name: value for name, value in variables.items() if value is not None}
     launch_script(
         Script(options.script, options.arguments, device_type, given, parameters), options.workers or processes
@@ -74,9 +72,7 @@ def run_in_container(container: Container) -> int:
     Raises:
         WorkerError: it failed.
     """
-    import torch
-
-    from shardwise.smp.script import Script, launch_script
+    from shardwise.smp.script import Script, default_device, launch_script
 
     if container.code.is_dir():
         os.chdir(container.code)
@@ -85,7 +81,6 @@ def run_in_container(container: Container) -> int:
         container.run_command()
         return 0
     assert container.script is not None
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    script = Script(str(container.script), container.arguments(), device_type)
+    script = Script(str(container.script), container.arguments(), default_device())
     launch_script(script, None if container.is_distributed else 1, is_joined=container.is_distributed)
     return 0

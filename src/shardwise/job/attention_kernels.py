@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.job.devices import CPU, CUDA, MPS, XPU
+
 WIDE = ("fp64", "fp32", "bf16", "fp16")
 NARROW = ("bf16", "fp16")
 
@@ -40,7 +42,7 @@ class AttentionKernel:
     biases: tuple[str, ...] = ("keys", "scores", "trained")
     softcap: bool = False
     dropout: str = "own"
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    devices: tuple[str, ...] = (CPU, CUDA, XPU, MPS)
     dtypes: tuple[str, ...] = WIDE
     narrow_on_cuda: bool = False
     widths: bool = True
@@ -48,29 +50,31 @@ class AttentionKernel:
     aligned: int = 0
     package: str = ""
     linear: bool = False
-    backward: tuple[str, ...] = ("cpu", "cuda")
+    backward: tuple[str, ...] = (CPU, CUDA, XPU, MPS)
 
 
 # fmt: off
 KERNELS = (
     AttentionKernel("flash", "torch's flash attention alone; nothing but a causal triangle is hidden", "sdpa:flash",
-                    masks=False, biases=(), dropout="", widths=False, narrow_on_cuda=True, linear=True),
+                    masks=False, biases=(), dropout="", devices=(CPU, CUDA), widths=False, narrow_on_cuda=True,
+                    linear=True),
     AttentionKernel("blockwise", "blocks of queries and keys, masks and biases made for each, merged by their "
                     "log-sum-exp", "blockwise:blockwise", biases=("keys", "scores"), softcap=True, dropout="exact",
                     linear=True),
     AttentionKernel("sdpa", "torch's scaled_dot_product_attention, which chooses among its kernels; masks are made "
                     "whole", "sdpa:sdpa"),
-    AttentionKernel("efficient", "SDPA held to its memory-efficient kernel", "sdpa:efficient", devices=("cuda",),
+    AttentionKernel("efficient", "SDPA held to its memory-efficient kernel", "sdpa:efficient", devices=(CUDA,),
                     dtypes=("fp32", *NARROW), biases=("keys", "scores"), aligned=128),
-    AttentionKernel("cudnn", "SDPA held to cuDNN's kernel", "sdpa:cudnn", devices=("cuda",), dtypes=NARROW,
+    AttentionKernel("cudnn", "SDPA held to cuDNN's kernel", "sdpa:cudnn", devices=(CUDA,), dtypes=NARROW,
                     biases=("keys", "scores"), largest=128, aligned=128),
     AttentionKernel("flex", "FlexAttention: compiled for masks, biases and caps; on a CPU forward only", "flex:flex",
-                    biases=("keys", "scores"), softcap=True, dropout="", widths=False, backward=("cuda",), linear=True),
+                    biases=("keys", "scores"), softcap=True, dropout="", devices=(CPU, CUDA), widths=False,
+                    backward=(CUDA,), linear=True),
     AttentionKernel("flash_attention_2", "the package flash-attn 2", "flash_packages:flash_attention_2", masks=False,
-                    biases=(), softcap=True, devices=("cuda",), dtypes=NARROW, widths=False, largest=256,
+                    biases=(), softcap=True, devices=(CUDA,), dtypes=NARROW, widths=False, largest=256,
                     package="flash_attn", linear=True),
     AttentionKernel("flash_attention_3", "the package flash-attn 3", "flash_packages:flash_attention_3", masks=False,
-                    biases=(), softcap=True, dropout="", devices=("cuda",), dtypes=NARROW, largest=256,
+                    biases=(), softcap=True, dropout="", devices=(CUDA,), dtypes=NARROW, largest=256,
                     package="flash_attn_interface", linear=True),
     AttentionKernel("eager", "plain products, the model's own: the reference", "eager:eager", softcap=True,
                     dropout="exact"),

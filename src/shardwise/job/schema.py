@@ -20,7 +20,7 @@ from shardwise.job.section import RootSection, Section, UserPath
 from shardwise.job.values import Fraction, NonNegative, Pattern, Positive, SetName
 from shardwise.job.warmup_stages import BatchSizeStage, SequenceLengthStage
 
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
 if TYPE_CHECKING:
@@ -164,7 +164,9 @@ class ParallelSection(Section):
         default=None, description="Local workers to start; unset: all GPUs, or 2 on a CPU."
     )
     device: Device = Field(
-        default="auto", description="Device type of the workers; `auto` takes CUDA where there is any."
+        default="auto",
+        description="Device type of the workers. `auto` takes a GPU of CUDA, ROCm (as `cuda`) or Intel (`xpu`) where "
+        "there is one; Apple's (`mps`) is taken by name. What each can do: [devices.md](devices.md).",
     )
     sharded_data_parallel_degree: Positive | None = Field(
         default=None,
@@ -235,11 +237,12 @@ class ParallelSection(Section):
     prefetch_depth: NonNegative = Field(
         default=1, description="Blocks whose parameters are gathered ahead of their use; 0 leaves the order to FSDP2."
     )
-    ddp_dist_backend: Literal["auto", "gloo", "shardwise", "nccl"] = Field(
+    ddp_dist_backend: Literal["auto", "gloo", "shardwise", "nccl", "xccl"] = Field(
         default="auto",
         description="Collective backend. `shardwise` is the library's own engine for CPU ranks, on one host or "
         "several; tensors of a GPU go through the host's memory. `auto` is NCCL on CUDA, but the engine where several "
-        "ranks share a GPU; on a CPU the engine where there are several ranks and it can be built, else Gloo.",
+        "ranks share a GPU; XCCL on Intel's GPUs; on a CPU the engine where there are several ranks and it can be "
+        "built, else Gloo.",
     )
     collective_algorithm: Literal["auto", "measured", "flat", "two_level", "direct"] = Field(
         default="auto",

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise._torch_compat import accelerator
+from shardwise.job.devices import Feature, device_kind
 from shardwise.model.experts import ExpertCall, ungrouped_reason
 
 ExpertForward = Callable[..., Tensor]  # of transformers, which takes what `ExpertCall` says
@@ -59,7 +61,7 @@ def grouped_obstacle(stack: nn.Module, device: torch.device) -> str:
     """Return why `stack` is not computed by grouped products on `device`; empty where it is."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < GROUPED_CAPABILITY:
         return f"a GPU of capability {capability[0]}.{capability[1]} has no grouped products, from 8.0 on"
-    return ungrouped_reason(stack)
+    return device_kind(device.type).supports(Feature.GROUPED).reason or ungrouped_reason(stack)
 
 
 def _grouped(experts: SortedExperts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ def sum_rows(rows: Tensor, places: Tensor, number: int, weights: Tensor | None =
 
 def _sum(rows: Tensor, places: Tensor, number: int) -> Tensor:
     total = rows.new_zeros(number, rows.shape[1])
-    if rows.is_cuda:  # index_add_ sums in any order there
+    if accelerator.on_accelerator(rows):  # index_add_ sums in any order there
         return total.index_put_((places,), rows, accumulate=True)
     return total.index_add_(0, places, rows)
 

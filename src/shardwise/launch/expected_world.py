@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
+from shardwise._torch_compat import accelerator
 from shardwise.collectives import engine
+from shardwise.job.devices import CPU, default_device_type
 from shardwise.job.schema import Job
 from shardwise.launch.environment import RankEnvironment
 from shardwise.launch.hosts import HostEnvironment
@@ -24,7 +24,7 @@ def expected_world(job: Job, place: RankEnvironment | None, host: HostEnvironmen
 
     `host` is this host's place where its ranks are to be started here.
 
-    The accelerator's name is left to the workers: asking would put a CUDA context here.
+    The accelerator's name is left to the workers: asking would put a context of CUDA here.
     """
     world = world_size(job, place, host)
     return replace(world, engine=may_use_engine(job, world) and not engine_problem(job, world))
@@ -32,15 +32,14 @@ def expected_world(job: Job, place: RankEnvironment | None, host: HostEnvironmen
 
 def world_size(job: Job, place: RankEnvironment | None, host: HostEnvironment | None = None) -> World:
     """Return the number of ranks, hosts and GPUs, without a look at the engine."""
-    device_type = job.parallel.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    asked = job.parallel.device
+    device_type = default_device_type() if asked == "auto" else asked
     if place is not None:
         hosts = -(-place.world_size // place.local_world_size)
         gpus = gpus_of_host(device_type, place)
         return World(place.world_size, device_type, place.local_world_size, hosts=hosts, gpus=gpus)
     gpus = gpus_of_host(device_type, None)
-    workers = job.parallel.workers or (gpus if device_type == "cuda" else CPU_WORKERS)
+    workers = job.parallel.workers or (CPU_WORKERS if device_type == CPU else gpus)
     if host is None:
         return World(workers, device_type, workers, gpus=gpus)
     workers = host.processes or workers
@@ -49,7 +48,7 @@ def world_size(job: Job, place: RankEnvironment | None, host: HostEnvironment | 
 
 def may_use_engine(job: Job, world: World) -> bool:
     """Return whether `auto` would take it: it moves CPU tensors, and one rank has nobody to talk to."""
-    return world.device_type == "cpu" and world.size > 1 and job.parallel.ddp_dist_backend == "auto"
+    return world.device_type == CPU and world.size > 1 and job.parallel.ddp_dist_backend == "auto"
 
 
 def engine_problem(job: Job, world: World) -> str:
@@ -62,7 +61,8 @@ def engine_problem(job: Job, world: World) -> str:
 
 def local_cluster(job: Job) -> Cluster:
     """Return this machine: its accelerators, or the job's workers on its CPU."""
-    if torch.cuda.is_available() and job.parallel.device != "cpu":
-        ranks = job.parallel.workers or torch.cuda.device_count()
-        return cluster(f"{torch.cuda.get_device_name()}:{ranks}")
+    device_type = default_device_type()
+    if device_type != CPU and job.parallel.device != CPU:
+        ranks = job.parallel.workers or accelerator.count(device_type)
+        return cluster(f"{accelerator.vendor_name(device_type)}:{ranks}")
     return cpu_cluster(job.parallel.workers or CPU_WORKERS)

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.collectives import engine, hierarchical, registration
 from shardwise.errors import MachineError
+from shardwise.job.devices import CUDA
 from shardwise.job.schema import Job
 from shardwise.kernels.products import quick_products
 from shardwise.kernels.sums import fp32_sums
@@ -58,7 +59,7 @@ def _built_backend(plan: Plan, say: Say) -> str:
         engine.build(say)
         return plan.backend
     except MachineError as error:
-        if plan.world.device_type == "cuda":
+        if plan.world.device_type == CUDA:
             raise MachineError(f"{error}. The ranks share GPUs, which NCCL refuses; use a rank a GPU") from error
         if plan.job.parallel.ddp_dist_backend != "auto":
             raise

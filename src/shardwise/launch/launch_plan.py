@@ -182,7 +182,7 @@ def job_for_nodes(job: Job, where: Cluster) -> Job:
     Raises:
         ConfigError: the job's workers or device are others than the cluster's.
     """
-    device = "cpu" if where.accelerator.name == "CPU" else "cuda"
+    device = world_of(where).device_type
     if job.parallel.workers not in (None, where.size):
         raise ConfigError(
             f"parallel.workers={job.parallel.workers}: launch.cluster={job.launch.cluster} has {where.size} ranks "

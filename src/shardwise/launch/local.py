@@ -23,12 +23,12 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+from shardwise._torch_compat import accelerator
 from shardwise.errors import ConfigError, MachineError, ShardwiseError, require_type
 from shardwise.launch import descendants, failure, loopback
 from shardwise.launch.agent import Agent, restore_cursor
@@ -85,8 +85,8 @@ def run_local(
         SystemExit: another deadly signal, here or (if it was passed on) in a worker.
     """
     _check_call(function, args, workers)
-    if device_type == "cuda" and torch.cuda.device_count() == 0:
-        raise MachineError("the workers are for CUDA and this host shows no GPU; use parallel.device=cpu")
+    if accelerator.is_accelerator(device_type) and accelerator.count(device_type) == 0:
+        raise MachineError(f"the workers are for {device_type} and this host shows no GPU; use parallel.device=cpu")
     refuse_unguarded_script("local workers")
     try:
         with ExitStack() as stack:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch_compat import accelerator
 from shardwise.collectives import hierarchical, registration, topology
 from shardwise.errors import MachineError
+from shardwise.job.devices import device_kind
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.heap import keep_freed_memory
@@ -101,19 +103,18 @@ def _device(device_type: str, place: RankEnvironment) -> torch.device:
         _share_cores(place.local_world_size)
         keep_freed_memory()
         return torch.device("cpu")
-    if torch.cuda.device_count() == 0:
+    if accelerator.count(device_type) == 0:
         raise MachineError(
             f"local rank {place.local_rank} finds no GPU: this host shows none; set parallel.device to cpu"
         )
-    index = _gpu(place)
-    torch.cuda.set_device(index)
-    torch.cuda.init()  # a DeviceMesh takes the GPU of the local rank, which need not be there, unless one is in use
-    return torch.device("cuda", index)
+    device = torch.device(device_type, _gpu(device_type, place))
+    accelerator.enter(device)
+    return device
 
 
-def _gpu(place: RankEnvironment) -> int:
+def _gpu(device_type: str, place: RankEnvironment) -> int:
     """The GPU of this rank, among those that it sees. They are dealt out in turns where there are fewer than ranks."""
-    return place.local_rank % torch.cuda.device_count()
+    return place.local_rank % accelerator.count(device_type)
 
 
 def gpus_of_host(device_type: str, place: RankEnvironment | None) -> int:
@@ -124,19 +125,18 @@ def gpus_of_host(device_type: str, place: RankEnvironment | None) -> int:
     Raises:
         MachineError: the ranks cannot meet for that.
     """
-    if device_type == "cpu":
-        return 0
-    visible = torch.cuda.device_count()
+    visible = accelerator.count(device_type)
     if place is None or not 0 < visible < place.local_world_size:
         return visible
     store = _job_store(place, TIMEOUT)
-    _tell_gpu(store, place)
+    _tell_gpu(store, device_type, place)
     with _meeting(place):
         return topology.count_devices(store, place.local_world_size)
 
 
-def _tell_gpu(store: dist.Store, place: RankEnvironment) -> None:
-    topology.tell_device(store, place.local_rank, topology.gpu_identity(_gpu(place)))
+def _tell_gpu(store: dist.Store, device_type: str, place: RankEnvironment) -> None:
+    identity = topology.gpu_identity(device_type, _gpu(device_type, place))
+    topology.tell_device(store, place.local_rank, identity)
 
 
 def _share_cores(local_world_size: int) -> None:
@@ -165,8 +165,8 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
         options["store"] = dist.HashStore()
     else:
         store = _meet(place, timeout)
-        if device.type == "cuda":
-            _tell_gpu(_job_store(place, timeout), place)  # hosts with fewer GPUs than ranks ask
+        if accelerator.is_accelerator(device):
+            _tell_gpu(_job_store(place, timeout), device.type, place)  # hosts with fewer GPUs than ranks ask
         if not place.one_host:
             backend = agree(dist.PrefixStore("shardwise", store), place, backend, device.type)
         _check_shared(backend, device, place)
@@ -175,10 +175,10 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
     if registration.BACKEND in parts:
         registration.register()
     hierarchical.register_two_levels(*parts)
-    if device.type == "cuda" and backend == "nccl":
+    if backend == device_kind(device.type).backend and accelerator.is_accelerator(device) and backend != "gloo":
         # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
         # default one by all ranks together, and a layout makes its groups on their members alone.
-        backend = "cpu:gloo,cuda:nccl"
+        backend = f"cpu:gloo,{device.type}:{backend}"
     with _meeting(place):
         dist.init_process_group(backend, **options)
 
@@ -223,7 +223,7 @@ def _check_shared(backend: str, device: torch.device, place: RankEnvironment) ->
 def agree(store: dist.Store, place: RankEnvironment, backend: str, device_type: str) -> str:
     """The backend that every rank can join with: each brings what its host can use.
 
-    On CPUs that is Gloo, where one has no engine; on CUDA the engine, where ranks of a host share a GPU.
+    On CPUs that is Gloo, where one has no engine; on GPUs the engine, where ranks of a host share a GPU.
 
     Raises:
         MachineError: ranks were told to use different backends.
@@ -234,7 +234,7 @@ def agree(store: dist.Store, place: RankEnvironment, backend: str, device_type: 
     names = store.get("backends").decode().split()
     if len(set(names)) == 1:
         return backend
-    engine_for_all = device_type == "cuda"
+    engine_for_all = accelerator.is_accelerator(device_type)
     proposals = {
         name: rank for rank, name in reversed([*enumerate(names)]) if (registration.BACKEND in name) == engine_for_all
     }

@@ -1,7 +1,7 @@
 """The kernel that a call of attention gets: what the call needs, which kernels can do it, and which is taken.
 
-`auto` takes the first of `PREFERENCE` that can do what is needed. The records of the kernels are in
-job/attention_kernels.py; nothing here computes.
+`auto` takes the first of `PREFERENCE_ON_CPU`, or of `PREFERENCE_ON_GPU`, that can do what is needed. The records of the
+kernels are in job/attention_kernels.py; nothing here computes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from importlib import util
 from typing import NamedTuple
 
 from shardwise.job.attention_kernels import KERNELS, NARROW, AttentionKernel, kernel_named
-from shardwise.model.capability import Capability, unless
+from shardwise.job.capability import Capability, unless
+from shardwise.job.devices import CPU
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class AttentionNeeds:
     """Needs of one attention call.
 
     Attributes:
-        device, dtype: `cpu` or `cuda`; `fp64`, `fp32`, `bf16` or `fp16`.
+        device, dtype: the type of device; `fp64`, `fp32`, `bf16` or `fp16`.
         masked: something is hidden besides what a causal triangle hides: padding, documents, a window.
         bias: "" none; "keys" one number a head and key (ALiBi); "scores" one a score; "trained" has a gradient.
         softcap: scores pass a soft cap (Gemma 2).
@@ -41,7 +42,8 @@ class AttentionNeeds:
     gradient: bool = True
 
 
-PREFERENCE = {"cpu": ("flash", "blockwise", "sdpa", "eager"), "cuda": ("sdpa", "blockwise", "eager")}
+PREFERENCE_ON_CPU = ("flash", "blockwise", "sdpa", "eager")
+PREFERENCE_ON_GPU = ("sdpa", "blockwise", "eager")
 
 
 class KernelChoice(NamedTuple):
@@ -96,7 +98,7 @@ def choose_kernel(name: str, needs: AttentionNeeds) -> KernelChoice | None:
         kernel = kernel_named(name)
         return KernelChoice(kernel, "asked for") if kernel_supports(kernel, needs).ok else None
     passed: list[str] = []
-    for candidate in map(kernel_named, PREFERENCE[needs.device]):
+    for candidate in map(kernel_named, PREFERENCE_ON_CPU if needs.device == CPU else PREFERENCE_ON_GPU):
         capability = kernel_supports(candidate, needs)
         if capability.ok:
             reason = "; ".join(passed) or f"the fastest on {needs.device} for such a call"

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
+from shardwise.job.capability import Capability, unless
 from shardwise.model.attention_calls import MASK
-from shardwise.model.capability import Capability, unless
 from shardwise.model.registry import family_of
 
 # Arguments of a call of attention that kernels know.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise._torch_compat.autograd import attributes_of_users, version_of
 from shardwise._torch_compat.tracing import tree_leaves
-from shardwise.model.capability import SUPPORTED, Capability, refused
+from shardwise.job.capability import SUPPORTED, Capability, refused
 from shardwise.model.containers import copied, is_changeable, is_unchanged, walk
 
 ArgumentKey = int | str  # position or name of an argument

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
+from shardwise._torch_compat import accelerator
 from shardwise._torch_compat.autograd import share_gradient_hooks
 from shardwise._torch_compat.tracing import TorchDispatchMode
 from shardwise._torch_compat.writes import SkippedFills, storage_key, written_tensors
@@ -98,9 +99,8 @@ def construct(source: Factory, seed: int) -> ConstructedModule:
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
     """Inside, torch, numpy and Python draw from `seed`; behind it they go on from where they were."""
-    device = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(device):
+    with accelerator.generators_kept(accelerator.entered()):
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)

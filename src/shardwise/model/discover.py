@@ -21,12 +21,12 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise._torch_compat.modules import is_compiled
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED, Capability, refused, unless
 from shardwise.job.schema import CLASSIFICATION, Job
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
 from shardwise.model.build import has_dropout
-from shardwise.model.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.experts import (
     NUMBER,
     computes_grouped,

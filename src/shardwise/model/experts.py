@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from shardwise.model.capability import Capability, unless
+from shardwise.job.capability import Capability, unless
 
 # Arguments of the forward of experts, in the two spellings of transformers.
 ROUTED = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "router_indices", "routing_weights"])

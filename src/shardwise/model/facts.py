@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.job.axes import Axis
-from shardwise.model.capability import SUPPORTED, Capability, refused
+from shardwise.job.capability import SUPPORTED, Capability, refused
 from shardwise.model.parameter_kinds import ParameterKinds
 from shardwise.model.parameter_writes import ForwardEffects
 from shardwise.model.tensor_split import TensorSplit

@@ -32,9 +32,9 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise._torch_compat.tracing import FakeTensorMode, tree_leaves
 from shardwise.errors import ModelError
+from shardwise.job.capability import SUPPORTED, Capability
 from shardwise.model.attention_calls import AttentionCalls
 from shardwise.model.block_numbers import BlockNumbers
-from shardwise.model.capability import SUPPORTED, Capability
 from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
 from shardwise.model.containers import walk
 from shardwise.model.copies import deep_copy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.model.capability import Capability, unless
+from shardwise.job.capability import Capability, unless
 from shardwise.model.config_cache import once_a_config
 from shardwise.model.facts import StageFacts
 from shardwise.model.modules import empty_module

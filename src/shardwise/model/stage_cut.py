@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.model.capability import SUPPORTED, Capability, refused
+from shardwise.job.capability import SUPPORTED, Capability, refused
 from shardwise.model.chain import HandedOn
 from shardwise.model.containers import PLAIN, walk
 from shardwise.model.facts import PlaceholderShape, StageFacts

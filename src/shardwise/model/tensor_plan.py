@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.model.capability import SUPPORTED, Capability, refused, unless
+from shardwise.job.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.expert_features import adds_up_over_features
 from shardwise.model.experts import is_routed
 from shardwise.model.family import Family, SplitRules

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.job.axes import Axis
-from shardwise.model.capability import SUPPORTED, refused
+from shardwise.job.capability import SUPPORTED, refused
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.forward_failures import UntraceableError, failure_reason
 from shardwise.model.probe import token_inputs, units_in_order

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat import accelerator
 from shardwise._torch_compat.autograd import sparse_parts
 from shardwise._torch_compat.tracing import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
+from shardwise.job.devices import Feature, device_kind
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -132,9 +134,9 @@ def tensors_of(root: Any) -> Iterator[Tensor]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Highest memory use since `reset_peak`: the allocator's on CUDA, the process's resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Highest memory use since `reset_peak`: the allocator's on an accelerator, the process's resident set on a CPU."""
+    if _is_counted(device):
+        return accelerator.peak_memory(device)
     for line in _STATUS.read_text().splitlines() if _STATUS.exists() else ():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -146,8 +148,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def reset_peak(device: torch.device) -> None:
     """Start `peak_memory_bytes` anew. Where the kernel forbids it, a CPU's peak stays that of the whole process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if _is_counted(device):
+        accelerator.reset_peak_memory(device)
         return
     with contextlib.suppress(OSError):
         _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident set size
+
+
+def _is_counted(device: torch.device) -> bool:
+    return device_kind(device.type).supports(Feature.PEAK).ok

@@ -1,7 +1,8 @@
 """Checkpointed activations in host memory between forward and backward, loaded back ahead of their use.
 
-On a GPU copies run on a side stream into pinned memory and overlap with compute; SMP's `activation_loading_horizon`
-says how many checkpoints ahead of backward are on their way back. On a CPU the same copies go into a host pool.
+On an accelerator copies run on a side stream into pinned memory and overlap with compute; SMP's
+`activation_loading_horizon` says how many checkpoints ahead of backward are on their way back. On a CPU the same copies
+go into a host pool.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat import accelerator
+from shardwise.job.devices import copies_aside
+
 
 class HostPool:
-    """Host buffers by size, reused from step to step (pinned for a GPU, where allocation is slow)."""
+    """Host buffers by size, reused from step to step (pinned for an accelerator, where allocation is slow)."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -66,26 +70,26 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device, horizon: int) -> None:
         self.device, self.horizon = device, horizon
-        self.pool = HostPool(pinned=device.type == "cuda")
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        aside = copies_aside(device.type)
+        self.pool = HostPool(pinned=aside)
+        self.stream = accelerator.side_stream(device) if aside else None
         self._order: list[_Saved] = []
 
     def checkpoint_input(self) -> AbstractContextManager[Any]:
         """Return the context in which one checkpoint is called; its saved input goes to the host."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
+    def copy(self, source: Tensor, target: Tensor) -> torch.Event | None:
         """Copy without blocking the compute stream; the event says when it is done (None: it already is)."""
         if self.stream is None:
             target.copy_(source)
             return None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(accelerator.current_stream(self.device))
+        with self.stream:
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self.stream)
+            event = self.stream.record_event()
         for tensor in (source, target):
-            if tensor.is_cuda:
+            if accelerator.on_accelerator(tensor):
                 tensor.record_stream(self.stream)
         return event
 

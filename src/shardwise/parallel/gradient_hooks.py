@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwise._torch_compat import accelerator
 from shardwise.errors import UserCodeError
 from shardwise.model.gradient_hooks import GradientHook, call_hooks
 from shardwise.parallel.tensor_map import ParameterEntry
@@ -25,9 +26,8 @@ def apply_gradient_hooks(entry: ParameterEntry, hooks: tuple[GradientHook, ...],
     if gradient is None:
         return
     whole = entry.whole(gradient=True).clone()
-    devices = [whole.device] if whole.is_cuda else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), accelerator.generators_kept(whole.device):
             torch.manual_seed(seed)
             changed = call_hooks(hooks, whole)
     except Exception as error:

@@ -69,7 +69,7 @@ class Layout:
         placement: `placement_strategy`, see `normalise_placement`.
         rank: this rank; 0 <= rank < product of the degrees.
         local_size: ranks on one host, for SMP's local rank.
-        device_type: `cpu` or `cuda`, for meshes.
+        device_type: torch's word for what the ranks compute on, for meshes.
 
     Raises:
         ConfigError: an axis or placement is unknown, or the rank is outside of the layout.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from shardwise.job.axes import DATA_LETTER, placed_axes, same_rows_ranks, spec_of
 from shardwise.job.data_section import DataSection
+from shardwise.job.devices import DeviceKind, device_kind
 from shardwise.job.objects import is_reference
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.schema import (
@@ -36,7 +37,6 @@ from shardwise.plan.step_sizes import StepSizes, microbatches_of, step_sizes
 from shardwise.words import divisors, listed
 
 DEFAULT_SEQUENCES = 16
-MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # a forward of this size keeps the device busy without filling it
 FILLING = 4  # microbatches for each pipeline rank; the bubble is then below a fifth of a step
 WARMUP_SHARE = 6  # a sixth of the steps; measured: with a tenth the loss of the default job still jumps
 MOST_WARMUP = 2000  # 2 / (1 - beta2) for Adam's 0.999 (Ma and Yarats, arXiv 1910.04209)
@@ -50,14 +50,19 @@ class World:
     """The ranks, hosts and devices that there are to run on."""
 
     size: int
-    device_type: str  # "cpu" | "cuda"
+    device_type: str  # the name of a kind in `shardwise.job.devices`
     local_size: int
-    accelerator: str = ""  # e.g. torch.cuda.get_device_name()
+    accelerator: str = ""  # its name as its vendor gives it
     hosts: int = 1
     engine: bool = False  # can its ranks use the native engine (`shardwise.collectives.engine`)
     float8: bool | None = None  # do its devices multiply in float8; None: not known yet
     gpus: int = 0  # that the ranks of a host have; 0 on a CPU, and where it is not known
     is_described: bool = False  # of a cluster elsewhere, whose installed packages are not known here
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The record of what the ranks compute on."""
+        return device_kind(self.device_type)
 
     @property
     def shares_gpus(self) -> bool:
@@ -240,7 +245,7 @@ class Draft:
     def compute(self) -> str:
         """Dtype of forward and backward."""
         asked = self.precision.compute
-        return asked if asked != "auto" else {"cuda": "bf16"}.get(self.world.device_type, "fp32")
+        return asked if asked != "auto" else self.world.kind.compute
 
     @property
     def normalisation(self) -> str:
@@ -363,7 +368,7 @@ class Draft:
         if self.step_sizes.grow:
             every, rows = self.rows_of_stages, math.gcd(*self.rows_of_stages)
             share = f"a divisor of {listed(map(str, every))} sequences a rank, {rows}"
-        limit = MICROBATCH_TOKENS.get(self.world.device_type, MICROBATCH_TOKENS["cuda"])
+        limit = self.world.kind.microbatch_tokens
         most, rule = max(1, limit // self.data.sequence_length), f"of at most {limit} tokens (or one sequence)"
         if (degree := self.parallel.pipeline_parallel_degree) > 1:
             pieces = FILLING * degree

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardwise.job.devices import device_kind
 from shardwise.model.adapters import adapter_split
 from shardwise.model.facts import ModelFacts
 from shardwise.model.matrices import Matrix, matrices_of
@@ -28,7 +29,6 @@ from shardwise.plan.draft import Draft
 
 ONE_RANK, EVERY_RANK, BLOCKS = "one_rank", "every_rank", "blocks"
 WORDS = {ONE_RANK: "gathered on one rank each", EVERY_RANK: "gathered on every rank", BLOCKS: "by blocks"}
-FLOPS_A_BYTE = {"cpu": 20.0, "cuda": 1000.0}  # 50 GFLOP/s beside 2.5 GB/s; 400 TFLOP/s beside 400 GB/s
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of a number in the iterations, by compute dtype
 SUMS = {"fp64": 8}  # of sums, else fp32's
 STEPS = 5  # of torch.optim.Muon, where options name no `ns_steps`
@@ -50,7 +50,7 @@ class Cost(NamedTuple):
 
     def total(self, device: str) -> float:
         """Return FLOPs, with bytes counted as such."""
-        return FLOPS_A_BYTE.get(device, FLOPS_A_BYTE["cuda"]) * self.received + self.flops
+        return device_kind(device).flops_a_byte * self.received + self.flops
 
 
 NOTHING = Cost(0.0, 0.0)

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.errors import require_type
 from shardwise.job.axes import Axis, axis_degrees, data_axes, row_axes, state_axes
+from shardwise.job.devices import CPU, CUDA
 from shardwise.job.mixture import is_weighted, weights_by_sample
 from shardwise.job.objects import is_reference
 from shardwise.job.schema import Job, ParallelSection
@@ -79,7 +80,7 @@ class Plan:
     microbatch: int  # sequences in one forward of one rank
     accumulation: int  # microbatches of one step on each rank, of those of sequences_per_step
     warmup_steps: int  # of the learning rate
-    backend: str  # "gloo" | "shardwise" | "nccl"
+    backend: str  # "gloo" | "shardwise" | "nccl" | "xccl"
     objective: str  # "pretraining" | "sft" | "dpo"
     normalisation: str  # the name of one of plan/normalisation.py
     sequence_parallel: bool  # hidden states are in parts between the split layers of blocks
@@ -506,10 +507,10 @@ def _backend(draft: Draft, rules: dict[str, str]) -> str:
         rules["backend"] = "ddp_dist_backend given"
         return asked
     rules["backend"] = f"ddp_dist_backend auto on {device}"
-    if device == "cuda":
-        refusal = draft.world.nccl_refusal
+    if device != CPU:
+        refusal = draft.world.nccl_refusal if device == CUDA else ""
         rules["backend"] += f": {refusal}; the engine moves their tensors through the host's memory" if refusal else ""
-        return "shardwise" if refusal else "nccl"
+        return "shardwise" if refusal else draft.world.kind.backend
     rules["backend"] += ", the engine is usable" if draft.world.engine else ""
     return "shardwise" if draft.world.engine else "gloo"
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import ConfigError, LegalityError
+from shardwise.job.devices import CPU
 from shardwise.job.smp_options import translate
 from shardwise.job.sources import load_job
 from shardwise.plan.plan import World, precheck
@@ -32,7 +33,7 @@ def world_of_instances(instance_type: str, count: int, processes: int | None) ->
     world = world_of(cluster(f"{instance_type}:{count}"))
     if processes is None or processes == world.local_size:
         return world
-    if world.device_type == "cuda" and processes > world.local_size:
+    if world.device_type != CPU and processes > world.local_size:
         raise ConfigError(
             f"processes_per_host={processes}: {instance_type} has {world.local_size} GPUs; use at most as many"
         )
@@ -51,7 +52,7 @@ def check_smp_options(options: Mapping[str, Any], world: World) -> list[str]:
     values = BATCH | {key: value for key, value in values.items() if key not in OF_SCRIPTS}
     if values.get(STATE):
         values.pop(SHARDS, None)
-    if world.device_type == "cpu":
+    if world.device_type == CPU:
         values.pop("parallel.ddp_dist_backend", None)
     values.pop("parallel.workers", None)
     try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch_compat import accelerator
 from shardwise.errors import ConfigError, MachineError, WorkerError
 from shardwise.job.smp_options import bare_parameters, translate
 from shardwise.launch import failure
@@ -37,7 +38,7 @@ class Script:
     Attributes:
         path: the script.
         arguments: its command line.
-        device_type: `cpu` or `cuda`.
+        device_type: torch's word for what the ranks compute on.
         variables: set where the user's environment does not have them.
         options: SMP's parameters; none leaves the environment's.
     """
@@ -94,7 +95,7 @@ def launch_script(script: Script, workers: int | None, is_joined: bool = True) -
     host = detect_host() if is_joined else None
     if host is not None:
         host.refuse_elastic("a script")
-    gpus = torch.cuda.device_count() if script.device_type == "cuda" else 0
+    gpus = accelerator.count(script.device_type)
     count = (None if host is None else host.processes) or workers or gpus or CPU_WORKERS
     if script.device_type == "cuda" and not gpus:
         raise MachineError("--device cuda: this host shows no GPU; use --device cpu")
@@ -104,6 +105,11 @@ def launch_script(script: Script, workers: int | None, is_joined: bool = True) -
             f"use --workers={gpus} or less, or --device cpu"
         )
     run_local(_worker, (script, count), count, device_type=script.device_type, host=host)
+
+
+def default_device() -> str:
+    """Return what scripts run on unless they are told: they are written for CUDA."""
+    return "cuda" if accelerator.available() == "cuda" else "cpu"
 
 
 def _worker(script: Script, count: int) -> None:

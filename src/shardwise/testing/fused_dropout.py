@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat import accelerator
 from shardwise.kernels.attention import interface
 from shardwise.kernels.attention.call import AttentionCall
 from shardwise.testing.comparison import Difference
@@ -109,7 +110,7 @@ def _exact_kernels_off(stack: ExitStack) -> None:
 @torch.no_grad()
 def _rate(attend: Callable[..., Tensor], like: Tensor, probability: float) -> float:
     """Return the share of attention that `attend` drops: of equal probabilities on values that tell keys apart."""
-    with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
+    with accelerator.generators_kept(like.device):
         equal = torch.zeros(1, 1, PROBE, PROBE, dtype=torch.float32, device=like.device)
         keys = torch.eye(PROBE, device=like.device)[None, None]
         return float((attend(equal, equal, keys, dropout_p=probability) == 0).float().mean())

@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import torch
 
+from shardwise._torch_compat import accelerator
 from shardwise.errors import CapacityError, LegalityError
 from shardwise.job.axes import Axis
+from shardwise.job.devices import Feature, device_kind
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
 from shardwise.planner.formulas.configure import configuration_of
@@ -172,9 +174,9 @@ def out_of_memory(assembled: AssembledJob, error: BaseException) -> CapacityErro
     state = state_bytes(assembled)
     lines.append("held: " + ", ".join(f"{cause} {_size(size)}" for cause, size in state.items()))
     room = float(psutil.virtual_memory().total / plan.world.local_size)
-    if device.type == "cuda":
-        room = float(torch.cuda.mem_get_info(device)[1])
-        peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    if device_kind(device.type).supports(Feature.PEAK).ok:
+        room = float(accelerator.total_memory(device))
+        peak, reserved = accelerator.peak_memory(device), accelerator.reserved_memory(device)
         lines.append(f"the allocator's peak {_size(peak)}, reserved {_size(reserved)}, of {_size(room)} on the device")
     cluster = cluster_of(plan.world)
     fitting = [] if cluster is None else remedies(plan, assembled.facts, cluster, HEADROOM * room)

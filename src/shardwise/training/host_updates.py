@@ -21,7 +21,9 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat import accelerator
 from shardwise._torch_compat.autograd import version_of
+from shardwise.job.devices import copies_aside
 from shardwise.parallel.model import ModelPart, ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.parallel.transforms.sharding import overlaps
@@ -36,27 +38,27 @@ class CopyStream:
     """Copies between a device and its host, beside what the device computes; at once on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type == "cuda"
+        self.pinned = copies_aside(device.type)
         self._device = device
-        self._stream = torch.cuda.Stream(device) if self.pinned else None
+        self._stream = accelerator.side_stream(device) if self.pinned else None
 
     def buffer(self, like: Tensor) -> Tensor:
         """Return host memory for a tensor."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.pinned)
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
         """Copy (target, source) pairs after what the device was given so far; the event says when they are there."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._stream.wait_stream(accelerator.current_stream(self._device))
+        with torch.no_grad(), nullcontext() if self._stream is None else self._stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=self.pinned)
-            return None if self._stream is None else self._stream.record_event()  # type: ignore[return-value]
+            return None if self._stream is None else self._stream.record_event()
 
     def join(self) -> None:
         """Let what the device is given from now on come after the copies."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 class HostParameter:
@@ -72,7 +74,7 @@ class HostParameter:
         self.copy = nn.Parameter(stream.buffer(entry.local), requires_grad=True)
         self._gradient = stream.buffer(entry.local)
         self._stream = stream
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: torch.Event | None = None
         self._seen: tuple[Tensor, int] | None = None  # the gradient that was copied, and its version
         self._before: State | None = None  # the state before an update that is not settled
         self._kept: dict[str, Tensor] = {}  # its tensors' memory, from step to step

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from shardwise._torch_compat import accelerator
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.weight_files import WeightFile, open_weight_files
@@ -325,10 +326,9 @@ def _unset_value(dtype: torch.dtype) -> float:
 def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
     """Seed the default generators by (seed, name) inside; they are as before outside."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    devices = [device] if device.type == "cuda" else []
     # torch.manual_seed also formats the stack, for each kind of device that has not started; a model has many owners.
     manual_seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
-    with torch.random.fork_rng(devices=devices):
+    with accelerator.generators_kept(device):
         manual_seed(int.from_bytes(digest, "little") >> 1)
         yield
 

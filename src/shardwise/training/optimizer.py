@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat import accelerator
 from shardwise._torch_compat.autograd import share_attributes
 from shardwise._torch_compat.optimizers import fuses_on_gpu
 from shardwise.job.objects import is_reference, user_code
@@ -69,8 +70,9 @@ class ShardedOptimizer:
         self.average = average_of(settings.name, settings.options)
         self._name = settings.name
         self._learning_rate = settings.learning_rate
-        on_gpu = any(local.is_cuda for _, local in self.locals)
-        self.inner = self._make(optimizer_of(settings), chosen, on_gpu)
+        devices = [local.device for _, local in self.locals if accelerator.on_accelerator(local)]
+        device = devices[0] if devices else torch.device(accelerator.HOST)
+        self.inner = self._make(optimizer_of(settings), chosen, device)
         if self.host is not None:
             self.host.beside(self.inner.state)
         if isinstance(self.inner, SliceOptimizer | CombinedOptimizer):
@@ -89,7 +91,7 @@ class ShardedOptimizer:
         return nn.Parameter(entry.local, requires_grad=True)
 
     def _make(
-        self, default: ParameterOptimizer, chosen: Mapping[str, ParameterOptimizer], on_gpu: bool
+        self, default: ParameterOptimizer, chosen: Mapping[str, ParameterOptimizer], device: torch.device
     ) -> torch.optim.Optimizer:
         """Return the torch optimizer; several are one. Every rank has those of the whole model, in the same order."""
         kinds = {own.kind: own for own in chosen.values()} or {default.kind: default}
@@ -97,10 +99,11 @@ class ShardedOptimizer:
         for kind, own in kinds.items():
             of_kind = [pair for pair in self.locals if chosen.get(pair[0].name, default).kind == kind]
             on_device = [pair for pair in of_kind if self.host is None or pair[0].name not in self.host]
-            members.append(make_torch_optimizer(own, list(self._torch_groups(on_device, default, chosen)), on_gpu))
+            members.append(make_torch_optimizer(own, list(self._torch_groups(on_device, default, chosen)), device))
             if self.host is not None:
                 for unit in self.host.units(of_kind, is_reference(own.name)):
-                    members.append(make_torch_optimizer(own, list(self._torch_groups(unit, default, chosen)), False))
+                    groups = list(self._torch_groups(unit, default, chosen))
+                    members.append(make_torch_optimizer(own, groups, torch.device(accelerator.HOST)))
                     self.host.add(unit, members[-1])
         return members[0] if len(members) == 1 else CombinedOptimizer(members)
 
@@ -220,7 +223,7 @@ class ShardedOptimizer:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def make_torch_optimizer(settings: ParameterOptimizer, groups: Any, on_gpu: bool) -> torch.optim.Optimizer:
+def make_torch_optimizer(settings: ParameterOptimizer, groups: Any, device: torch.device) -> torch.optim.Optimizer:
     """Return the optimizer of `settings` over `groups`, fused where it offers that there and the job does not say.
 
     An empty rank (more ranks than rows) gets an optimizer over one empty tensor, so that it needs no special case.
@@ -232,8 +235,9 @@ def make_torch_optimizer(settings: ParameterOptimizer, groups: Any, on_gpu: bool
         # torch's fused SGD fails where a parameter has its first gradient after others have momentum, and none of its
         # fused optimizers takes complex parameters.
         is_real = not any(parameter.is_complex() for group in groups for parameter in group["params"])
-        options["fused"] = (not on_gpu or fuses_on_gpu(made)) and not options.get("momentum") and is_real
-    groups = groups or [{"params": [nn.Parameter(torch.empty(0, device="cuda" if on_gpu else "cpu"))]}]
+        is_fused = not accelerator.is_accelerator(device) or fuses_on_gpu(made)
+        options["fused"] = is_fused and not options.get("momentum") and is_real
+    groups = groups or [{"params": [nn.Parameter(torch.empty(0, device=device))]}]
     if "weight_decay" not in known:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     optimizer: torch.optim.Optimizer = made(groups, lr=settings.learning_rate, **options)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_compat import accelerator
 from shardwise.checkpoint.adapters import open_adapter
 from shardwise.collectives import hierarchical, registration, topology
 from shardwise.data.batch import Batch
@@ -107,8 +108,8 @@ def current_world(device: torch.device) -> World:
     """Return the world of the process group that this process has joined."""
     size = dist.get_world_size()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    gpus = _gpus(device, local_size) if device.type == "cuda" else 0
+    name = accelerator.vendor_name(device)
+    gpus = _gpus(device, local_size) if accelerator.is_accelerator(device) else 0
     uses_engine = hierarchical.parts_of(dist.get_backend())[1] == registration.BACKEND
     hosts = -(-size // local_size)
     return World(size, device.type, local_size, name, hosts, engine=uses_engine, float8=has_float8(device), gpus=gpus)
@@ -116,12 +117,12 @@ def current_world(device: torch.device) -> World:
 
 def _gpus(device: torch.device, local_size: int) -> int:
     """Count the GPUs of this host's ranks. Where one sees fewer than ranks it may have its own, so they compare."""
-    visible = torch.cuda.device_count()
+    visible = accelerator.count(device.type)
     if visible >= local_size:
         return visible
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
-    topology.tell_device(store, local_rank, topology.gpu_identity(device.index))
+    topology.tell_device(store, local_rank, topology.gpu_identity(device.type, device.index))
     return topology.count_devices(store, local_size)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_compat import accelerator
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.data.batch import Batch, wrap
@@ -263,7 +264,7 @@ def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: to
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Sum the squares, in fp64 from chunk to chunk: a CPU's fp32 norm of a few million elements is off by 5e-5."""
     gradients = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
-    if gradients[0].is_cuda:
+    if accelerator.on_accelerator(gradients[0]):
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
     chunks = (chunk for gradient in gradients for chunk in gradient.reshape(-1).split(NORM_CHUNK))
     return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=torch.float64)

@@ -9,15 +9,15 @@ import pytest
 
 from shardwise.errors import LegalityError
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED, refused
 from shardwise.job.schema import Job
-from shardwise.model.capability import SUPPORTED, refused
 from shardwise.model.facts import AttentionFacts, BlockFacts, ModelFacts, StageFacts
 from shardwise.model.tensor_split import TensorSplit
 from shardwise.plan.draft import Draft, World
 from shardwise.plan.rules import RULES, check
 
 # A job that breaks a row, the nearest one that does not, what the message holds, world, facts of the one and the other.
-Case = tuple[dict[str, Any], dict[str, Any], str, World, ModelFacts, ModelFacts]
+Case = tuple[dict[str, Any], dict[str, Any], str, World, ModelFacts, ModelFacts, World]
 
 FACTS = ModelFacts(
     family="gpt_neox",
@@ -81,13 +81,14 @@ def case(
     world: World = CPU4,
     facts: ModelFacts = FACTS,
     legal_facts: ModelFacts | None = None,
+    legal_world: World | None = None,
 ) -> Case:
-    return broken, legal, says, world, facts, legal_facts or facts
+    return broken, legal, says, world, facts, legal_facts or facts, legal_world or world
 
 
 def check_case(id: str, case: Case) -> None:
     """The row fires on the one job, names its keys, and not on the other."""
-    broken, legal, says, world, facts, legal_facts = case
+    broken, legal, says, world, facts, legal_facts, legal_world = case
     with pytest.raises(LegalityError) as raised:
         resolve_case(broken, world, facts)
     rule = next(rule for rule in RULES if rule.id == id)
@@ -95,7 +96,7 @@ def check_case(id: str, case: Case) -> None:
     assert says in str(raised.value)
     assert all(f"{key}=" in str(raised.value) for key in rule.keys)
     assert raised.value.exit_code == 2
-    resolve_case(legal, world, legal_facts)
+    resolve_case(legal, legal_world, legal_facts)
 
 
 def check_row(id: str, job: dict[str, Any], world: World, facts: ModelFacts) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat import accelerator
 from shardwise.kernels.attention.blocks import repeat_key_heads
 from shardwise.kernels.attention.call import AttentionCall
 
@@ -35,7 +36,7 @@ def flex(call: AttentionCall) -> Tensor:
     queries, keys = call.query.shape[2], call.key.shape[2]
     batch = None if mask is None else call.query.shape[0]
     hidden = create_block_mask(visible, batch, None, queries, keys, call.query.device.type) if hides else None
-    attend: Any = torch.compile(flex_attention) if call.query.is_cuda else flex_attention
+    attend: Any = torch.compile(flex_attention) if accelerator.on_accelerator(call.query) else flex_attention
     key, value = repeat_key_heads(call.key, call.query), repeat_key_heads(call.value, call.query)
     bent = score if cap is not None or bias is not None else None
     output: Tensor = attend(call.query, key, value, bent, hidden, scale=call.scale)

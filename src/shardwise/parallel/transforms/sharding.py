@@ -21,6 +21,7 @@ from shardwise._torch_compat.groups import clear_placement_cache
 from shardwise.collectives import registration
 from shardwise.collectives.fsdp import name_collectives, overlap
 from shardwise.job.axes import Axis
+from shardwise.job.devices import copies_aside
 from shardwise.kernels.float8_gather import gather_in_float8
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
@@ -182,7 +183,7 @@ def _cast_arguments(
 def _offload(plan: Plan) -> OffloadPolicy:
     if not plan.job.memory.offload_parameters:
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=plan.world.device_type == "cuda")
+    return CPUOffloadPolicy(pin_memory=copies_aside(plan.world.device_type))
 
 
 def _prefetch(units: Sequence[nn.Module], depth: int) -> None:

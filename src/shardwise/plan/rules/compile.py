@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.job.devices import Feature
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.checkpointing import CHECKPOINTING, STRATEGY, checkpoints_groups, no_checkpointing
 from shardwise.plan.rules.parallel import SPLITTING_KEYS
@@ -27,9 +28,9 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.model.cuda_graphs and not d.model.compile,
          fix="use model.compile true"),
     Rule("graphs-device", (GRAPHS, "parallel.device"), "CUDA graphs need a GPU",
-         lambda d: d.model.cuda_graphs and d.world.device_type != "cuda",
+         lambda d: d.model.cuda_graphs and not d.world.kind.supports(Feature.GRAPHS),
          fix="use cuda_graphs false",
-         because=lambda d: f"CUDA graphs need a GPU, and the ranks run on {d.world.device_type}"),
+         because=lambda d: d.world.kind.refusal(Feature.GRAPHS)),
     Rule("graphs-alone", (GRAPHS, *SPLITTING_KEYS), "a graph reads weights where they were when it was captured",
          lambda d: d.model.cuda_graphs and d.world.size > 1,
          fix="use one rank, or cuda_graphs false",

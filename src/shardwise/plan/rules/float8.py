@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.job.devices import Feature
 from shardwise.model.attention_choice import installed
 from shardwise.model.float8 import float8_summary
 from shardwise.plan.draft import Draft
@@ -19,7 +20,7 @@ FP8_INSTALL = {
 
 
 def _no_float8(d: Draft) -> bool:
-    return d.precision.fp8 in FP8_PACKAGES and (d.world.device_type != "cuda" or d.world.float8 is False)
+    return d.precision.fp8 in FP8_PACKAGES and (d.world.float8 is False or not d.world.kind.supports(Feature.FLOAT8))
 
 
 def _float8_device(d: Draft) -> str:

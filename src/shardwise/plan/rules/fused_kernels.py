@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.job.devices import Feature
 from shardwise.model.attention_choice import installed
 from shardwise.plan.rules.rule import Rule
 
@@ -14,9 +15,9 @@ RULES: tuple[Rule, ...] = (
          fix="use false",
          because=lambda d: f"no module of {d.facts.family} is a norm, MLP or rotation that Liger's kernels compute"),
     Rule("liger-device", (LIGER, "parallel.device"), "Liger's kernels run on a GPU",
-         lambda d: d.model.liger and d.world.device_type != "cuda",
+         lambda d: d.model.liger and not d.world.kind.supports(Feature.LIGER),
          fix="use false",
-         because=lambda d: f"Liger's kernels run on a GPU, and the ranks run on {d.world.device_type}"),
+         because=lambda d: d.world.kind.refusal(Feature.LIGER)),
     Rule("liger-installed", (LIGER,), "Liger has to be installed",
          lambda d: d.model.liger and not d.world.is_described and not installed("liger_kernel"),
          fix="pip install 'shardwise[liger]', or use false",

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from shardwise.job.axes import same_rows_ranks, splitting_specs
-from shardwise.plan.draft import placement_order
+from shardwise.job.devices import Feature
+from shardwise.plan.draft import Draft, placement_order
 from shardwise.plan.rules.rule import Rule
 from shardwise.words import divisors, one_of
 
 SPLITTING_KEYS = tuple(spec.degree_key for spec in splitting_specs())
+
+BACKENDS = {
+    "nccl": "NCCL is for CUDA",
+    "gloo": "Gloo is for a CPU",
+    "xccl": "XCCL is for Intel's GPUs",
+    "shardwise": "the engine is for CUDA and a CPU",
+}
+
+
+def _cannot_move(d: Draft) -> bool:
+    asked, kind = d.parallel.ddp_dist_backend, d.world.kind
+    if asked == "shardwise":
+        return not kind.supports(Feature.ENGINE)
+    return asked not in ("auto", kind.backend)
+
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
@@ -15,10 +31,24 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.parallel.device not in ("auto", d.world.device_type),
          fix="use auto",
          because=lambda d: f"the ranks run on {d.world.device_type}"),
-    Rule("backend", ("parallel.ddp_dist_backend",), "NCCL moves CUDA tensors, Gloo CPU tensors; the engine moves both",
-         lambda d: d.parallel.ddp_dist_backend == {"cpu": "nccl", "cuda": "gloo"}[d.world.device_type],
+    Rule("device-ranks", ("parallel.device", "parallel.workers"),
+         "several ranks need collectives of the device's tensors",
+         lambda d: d.world.size > 1 and not d.world.kind.supports(Feature.RANKS),
+         fix="use workers 1, or device cpu",
+         because=lambda d: d.world.kind.refusal(Feature.RANKS)),
+    Rule("device-fp64", ("parallel.device", "precision.compute"), "the device has to compute in the job's dtype",
+         lambda d: d.compute == "fp64" and not d.world.kind.supports(Feature.FP64),
+         fix="use precision.compute fp32, or device cpu",
+         because=lambda d: d.world.kind.refusal(Feature.FP64)),
+    Rule("backend", ("parallel.ddp_dist_backend",),
+         "NCCL moves CUDA tensors, XCCL Intel's, Gloo a CPU's; the engine moves CUDA's and a CPU's", _cannot_move,
          fix="use auto",
-         because=lambda d: f"NCCL is for CUDA, Gloo for a CPU; the ranks run on {d.world.device_type}"),
+         because=lambda d: f"{BACKENDS[d.parallel.ddp_dist_backend]}; the ranks run on {d.world.device_type}"),
+    Rule("two-levels", ("parallel.collective_algorithm", "parallel.device"), "something has to carry both levels",
+         lambda d: d.parallel.collective_algorithm not in ("auto", "flat")
+         and not d.world.kind.supports(Feature.TWO_LEVELS),
+         fix="use auto",
+         because=lambda d: d.world.kind.refusal(Feature.TWO_LEVELS)),
     Rule("nccl-shared", ("parallel.ddp_dist_backend",), "NCCL joins one rank of each GPU",
          lambda d: d.parallel.ddp_dist_backend == "nccl" and d.world.shares_gpus,
          fix="use auto",

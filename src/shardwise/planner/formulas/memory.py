@@ -39,6 +39,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from shardwise.job.axes import Axis
+from shardwise.job.devices import CPU
 from shardwise.model.facts import ModelFacts
 from shardwise.model.packed_weights import packed_bytes
 from shardwise.plan.draft import group_size, in_flight
@@ -141,7 +142,7 @@ class _Step:
         self.ranks = plan.state_ranks
         self.fsdp = plan.needs_fsdp
         self.keeps_gathered = plan.holds_whole or not plan.job.parallel.reshard_after_forward
-        self.on_cuda = plan.world.device_type == "cuda"
+        self.on_accelerator = plan.world.device_type != CPU
         self.tokens = plan.microbatch * plan.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
         self.context, self.tensor = plan.degrees[Axis.CONTEXT], plan.degrees[Axis.TENSOR]
@@ -281,7 +282,7 @@ class _Step:
             ema=self.trained * self.master * (self.job.training.ema_decay is not None),
         )
         away, copies = self._host_updates
-        if not self.on_cuda:
+        if not self.on_accelerator:
             return replace(state, optimizer=state.optimizer + copies)
         state = replace(state, host=self._pool + away + copies, optimizer=state.optimizer - away)
         if not self.job.memory.offload_parameters:
@@ -324,7 +325,7 @@ class _Step:
         others = (self.flights - 1) * of_microbatch + later
         if self.plan.in_v:  # they wait when no forward comes any more: by then as many fewer are in flight
             others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * of_microbatch)
-        return mask + (0.0 if self.on_cuda else self._pool) + others + self._traffic
+        return mask + (0.0 if self.on_accelerator else self._pool) + others + self._traffic
 
     @property
     def _traffic(self) -> float:
@@ -351,7 +352,7 @@ class _Step:
         facts, job = self.facts, self.job
         if not facts.attention_heads:
             return []
-        unfused = facts.has_attention_dropout and not self.on_cuda and self.plan.masks_whole
+        unfused = facts.has_attention_dropout and not self.on_accelerator and self.plan.masks_whole
         attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
         shape = LocalMicrobatch(
             self.tokens,

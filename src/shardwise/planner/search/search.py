@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from shardwise.errors import LegalityError
 from shardwise.job.axes import Axis, same_rows_ranks
+from shardwise.job.devices import CPU, CUDA
 from shardwise.job.schema import Job
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import lookup
@@ -258,11 +259,11 @@ def with_exact_memory(candidate: Candidate, facts: ModelFacts) -> Candidate:
 def world_of(cluster: Cluster) -> World:
     """The world that a launcher would make of all of a cluster."""
     if cluster.accelerator.name == "CPU":
-        return World(cluster.size, "cpu", cluster.per_node, hosts=cluster.nodes, is_described=True)
+        return World(cluster.size, CPU, cluster.per_node, hosts=cluster.nodes, is_described=True)
     device = cluster.accelerator
     return World(
         cluster.size,
-        "cuda",
+        CUDA,
         cluster.per_node,
         device.name,
         hosts=cluster.nodes,

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
+from shardwise.job.capability import SUPPORTED, refused
 from shardwise.job.schema import MemorySection
-from shardwise.model.capability import SUPPORTED, refused
 from shardwise.model.construct import detach_weights
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts

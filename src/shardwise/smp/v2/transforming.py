@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.axes import Axis, state_axes
-from shardwise.model.capability import refused
+from shardwise.job.capability import refused
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.model.float8 import left_out

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise._torch_compat.tracing import asks_for_values
 from shardwise.errors import ConfigError
+from shardwise.job.devices import CPU
 from shardwise.job.objects import in_parentheses, raised_at
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan
@@ -30,15 +31,15 @@ REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
         "model.task=seq2seq_lm: encoder and decoder get sequences of two lengths, which the closed form does not know",
     ),
     (
-        lambda plan, facts: plan.world.device_type == "cuda" and plan.job.memory.offload_activations,
+        lambda plan, facts: plan.world.device_type != CPU and plan.job.memory.offload_activations,
         f"memory.offload_activations=True: {ONE_DEVICE}",
     ),
     (
-        lambda plan, facts: plan.world.device_type == "cuda" and plan.job.memory.offload_parameters,
+        lambda plan, facts: plan.world.device_type != CPU and plan.job.memory.offload_parameters,
         f"memory.offload_parameters=True: {ONE_DEVICE}",
     ),
     (
-        lambda plan, facts: plan.world.device_type == "cuda" and plan.offloaded_optimizer,
+        lambda plan, facts: plan.world.device_type != CPU and plan.offloaded_optimizer,
         f"memory.offload_optimizer: {ONE_DEVICE}",
     ),
 )

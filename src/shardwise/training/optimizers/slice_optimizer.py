@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat import accelerator
 from shardwise.job.optimizer_records import RECORDS, State
 from shardwise.kernels.precision import DTYPES
 from shardwise.parallel.logical_state import StateForm, form_of_parameter
@@ -106,6 +107,6 @@ def chunks_of(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(tensors)
         return
     of_row = max(1, first.numel() // max(1, first.shape[0]))
-    rows = max(1, (GPU_CHUNK if first.is_cuda else CPU_CHUNK) // of_row)
+    rows = max(1, (GPU_CHUNK if accelerator.on_accelerator(first) else CPU_CHUNK) // of_row)
     for start in range(0, first.shape[0], rows):
         yield tuple(tensor[start : start + rows] for tensor in tensors)

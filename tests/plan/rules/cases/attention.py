@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.model.capability import refused
+from shardwise.job.capability import refused
 from shardwise.model.facts import AttentionFacts
 from tests.plan.rules.jobs import CPU4, FACTS, KERNELS, case
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.job.axes import Axis
-from shardwise.model.capability import refused
+from shardwise.job.capability import refused
 from tests.plan.rules.jobs import CPU4, CPU6, FACTS, case
 
 STACKS = replace(FACTS, expert_stacks={"layers.0.experts": 8, "layers.1.experts": 6})

@@ -11,6 +11,22 @@ from tests.plan.rules.jobs import CUDA4, FACTS, case
 
 CASES = {
     "device": case({"parallel": {"device": "cuda"}}, {"parallel": {"device": "cpu"}}, "run on cpu"),
+    "device-ranks": case(
+        {"parallel": {"device": "mps"}},
+        {"parallel": {"device": "mps"}},
+        "one process computes there, and the ranks run on mps; use workers 1",
+        World(4, "mps", 4),
+        legal_world=World(1, "mps", 1),
+    ),
+    "device-fp64": case(
+        {"precision": {"compute": "fp64"}}, {"precision": {"compute": "fp32"}}, "Metal has no fp64", World(1, "mps", 1)
+    ),
+    "two-levels": case(
+        {"parallel": {"collective_algorithm": "two_level"}},
+        {"parallel": {"collective_algorithm": "flat"}},
+        "two levels are carried by Gloo, NCCL and the engine, and the ranks run on xpu",
+        World(4, "xpu", 2, hosts=2),
+    ),
     "backend": case({"parallel": {"ddp_dist_backend": "nccl"}}, {"parallel": {"ddp_dist_backend": "gloo"}}, "use auto"),
     "nccl-shared": case(
         {"parallel": {"ddp_dist_backend": "nccl"}},
@@ -29,5 +45,7 @@ CASES = {
 
 MORE: list[tuple[str, dict[str, Any], World, ModelFacts]] = [
     ("backend", {"parallel": {"ddp_dist_backend": "gloo"}}, CUDA4, FACTS),
+    ("backend", {"parallel": {"ddp_dist_backend": "shardwise"}}, World(4, "xpu", 4), FACTS),
+    ("backend", {"parallel": {"ddp_dist_backend": "nccl"}}, World(4, "xpu", 4), FACTS),
     ("device", {"parallel": {"device": "cpu"}}, CUDA4, FACTS),
 ]
