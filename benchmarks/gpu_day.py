@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
 CASES = ROOT / "tests" / "cuda_on_cpu"
 TOY = ("--device", "cpu", "--toy", "--ladder", "1", "--rounds", "1", "--steps", "1", "--warmup", "1")
-# What fails in a rehearsal alone: what runs on a GPU, and what torch's generator of C++ writes for some CPUs (2.13, bf16
-# with AVX-512: one name twice), which a GPU's code does not come from.
+# What fails in a rehearsal alone: what runs on a GPU, and C++ that torch's generator writes for some CPUs (2.13, bf16
+# with AVX-512: one name twice).
 ON_CPU_ALONE = (
     "Liger's kernels run on a GPU",
     "No module named 'litgpt'",

@@ -73,6 +73,9 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedHost
             log = (tmp_path / f"sshd-{host}.log").open("wb")
             servers.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
             log.close()
+        for host in (1, 2):
+            said = tmp_path / f"sshd-{host}.log"
+            wait_until(lambda said=said: "Server listening" in said.read_text(), "sshd listens", said.read_text)
         client = made.inside(0, ["/usr/bin/ssh", "-F", str(tmp_path / "ssh_config")])
         write_program(tmp_path / "clients" / "ssh", f"exec {shlex.join(client)}")
         monkeypatch.setenv("PATH", f"{tmp_path}/clients{os.pathsep}{os.environ['PATH']}")
