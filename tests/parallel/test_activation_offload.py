@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch import nn
 
+from shardwise.job.schema import MemorySection
 from shardwise.parallel.activation_offload import ActivationOffload, HostPool
+from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing
 
 CPU = torch.device("cpu")
 
@@ -74,3 +79,37 @@ def test_a_gradient_of_a_gradient_finds_the_values_again() -> None:
     (slope,) = torch.autograd.grad(output.sum(), value, create_graph=True)
     (output.sum() + slope.square().sum()).backward()
     assert torch.equal(value.grad, 2 * value + 8 * value)
+
+
+class _Square(nn.Module):
+    """A block that notes, weakly, what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.given: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, hidden: torch.Tensor, *, scale: float) -> torch.Tensor:
+        self.given.append(weakref.ref(hidden))
+        return hidden * hidden * self.weight * scale
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_inputs_of_checkpoints_leave_the_device(by_name: bool) -> None:
+    """Nothing but the host's copies holds them between forward and backward, whatever a checkpoint remembers."""
+    blocks = [_Square() for _ in range(4)]
+    memory = MemorySection(activation_checkpointing="full", offload_activations=True)
+    apply_activation_checkpointing([[block] for block in blocks], memory, ActivationOffload(CPU, 1))
+    hidden = torch.full((4,), 0.9, dtype=torch.float64)
+    for block in blocks:
+        hidden = block(hidden=hidden, scale=1.1) if by_name else block(hidden, scale=1.1)
+    assert [block.given[0]() for block in blocks] == [None] * 4
+    hidden.sum().backward()
+    plain = [nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in blocks]
+    expected = torch.full((4,), 0.9, dtype=torch.float64)
+    for weight in plain:
+        expected = expected * expected * weight * 1.1
+    expected.sum().backward()
+    for block, weight in zip(blocks, plain, strict=True):
+        assert block.weight.grad is not None and weight.grad is not None
+        assert torch.equal(block.weight.grad, weight.grad)

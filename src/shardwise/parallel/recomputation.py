@@ -23,15 +23,21 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class GivenArguments:
-    """The arguments of a call as the block finds them; tensors are shared."""
+    """The arguments of a call as the block finds them; tensors are shared.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Args:
+        args, kwargs: without the hidden states, which would stay in the device's memory until backward.
+        hidden: them, if the call has some.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any = None) -> None:
         given = list(walk(*args, *kwargs.values()))
         self._arguments: Arguments = (args, kwargs)
         self._has_containers = any(is_changeable(value) for value in given)
         if self._has_containers:
             self._arguments = copied((args, kwargs), {})
-        self._versions = [(value, version_of(value)) for value in given if isinstance(value, Tensor)]
+        tensors = [value for value in (hidden, *given) if isinstance(value, Tensor)]
+        self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
 
     def again(self) -> Arguments:
         """Return the arguments for another run."""
@@ -39,7 +45,8 @@ class GivenArguments:
 
     def check_not_written(self, block: nn.Module) -> None:
         """Raise a ModelError if the run has written a tensor in place: another run would start from what it wrote."""
-        if any(version_of(tensor) != version for tensor, version in self._versions):
+        versions, self._versions = self._versions, []
+        if any(version_of(tensor) != version for tensor, version in versions):
             raise ModelError(
                 f"{definition_of(block)} writes a tensor that it is given, in place; memory.activation_checkpointing "
                 "would run the block again on what it has written. Let it write a copy, or use "

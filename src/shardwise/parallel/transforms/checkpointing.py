@@ -121,15 +121,17 @@ def _checkpointed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before, given = state.find(), GivenArguments(args, kwargs)
         # Only the hidden states are an argument of the checkpoint: what it saves is then just them, which is what
         # offload may move; masks and positions are shared by all blocks and stay.
         key = _key_of_hidden(args, kwargs)
         hidden = args[key] if isinstance(key, int) else kwargs.get(key or "")
+        others = _with_argument((args, kwargs), key, None)
+        before, given = state.find(), GivenArguments(*others, hidden)
         runs = count()
 
         def call(hidden: Any) -> Any:
-            return _run_with(forward, (args, kwargs) if next(runs) == 0 else given.again(), key, hidden)
+            args, kwargs = _with_argument(others if next(runs) == 0 else given.again(), key, hidden)
+            return forward(*args, **kwargs)
 
         with offload.checkpoint_input() if offload else nullcontext():
             contexts = partial(_contexts, selective, partial(state.as_found, before))
@@ -147,12 +149,12 @@ def _key_of_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str |
     return next((key for key, value in arguments if isinstance(value, Tensor)), None)
 
 
-def _run_with(forward: Callable[..., Any], call: Arguments, key: int | str | None, hidden: Any) -> Any:
-    """Run `forward` with the arguments of a call, and `hidden` as the argument `key` among them."""
+def _with_argument(call: Arguments, key: int | str | None, value: Any) -> Arguments:
+    """Return the arguments of a call with `value` as the argument `key` among them."""
     args, kwargs = call
     if isinstance(key, int):
-        return forward(*args[:key], hidden, *args[key + 1 :], **kwargs)
-    return forward(*args, **(kwargs if key is None else kwargs | {key: hidden}))
+        return (*args[:key], value, *args[key + 1 :]), kwargs
+    return args, kwargs if key is None else kwargs | {key: value}
 
 
 def _contexts(
