@@ -289,7 +289,7 @@ def test_copies_of_the_state_take_time_and_room_of_the_host(zero: int, bytes_of_
     assert plain.host_bytes == plain.seconds["copies"] == 0.0
     assert kept.host_bytes == seldom.host_bytes == pytest.approx(2 * bytes_of_element * elements, rel=0.05)
     assert kept.seconds["copies"] == pytest.approx(10 * seldom.seconds["copies"])
-    link = host_bandwidth(made())
+    link = host_bandwidth(made().cluster.accelerator)
     assert kept.seconds["copies"] == pytest.approx(kept.host_bytes / 2 * (1 / link + 1 / KEPT), rel=1e-6)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -309,3 +310,17 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
     state = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; one group before
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+@contextmanager
+def units_made_in(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let units that FSDP2 makes inside begin, in `mode`, with their empty tensor; parameters stay as they are."""
+
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        with mode:
+            return torch.empty(*args, **kwargs)
+
+    own = ModuleType(torch.__name__)
+    own.__dict__.update(torch.__dict__, empty=empty)
+    with mock.patch.object(_fsdp_param_group, "torch", own):
+        yield

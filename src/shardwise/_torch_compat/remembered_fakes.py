@@ -124,7 +124,7 @@ class RememberedFakeMode(FakeTensorMode):
 
 def _fake(plain: Tensor, attributes: Mapping[str, Any]) -> Tensor:
     """Return a fake tensor, as torch makes them, with the attributes of one that it has made."""
-    device = attributes["_fake_device"]
+    device = attributes.get("_fake_device") or attributes["fake_device"]  # torch 2.11's name
     fake = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     fake.__dict__.update(attributes)

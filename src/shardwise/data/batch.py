@@ -12,6 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwise.job.devices import CPU, copies_aside
+
 IGNORED = -100  # label of a position that no loss counts; torch's and transformers' own ignore_index
 
 
@@ -55,8 +57,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
+        from_host = copies_aside(torch.device(device).type)
 
         def move(tensor: Tensor) -> Tensor:
+            if from_host and tensor.device.type == CPU:
+                tensor = tensor.pin_memory()  # from other memory the host would wait for the copy
             return tensor.to(device, non_blocking=True)
 
         return Batch(

@@ -44,6 +44,7 @@ class DeviceKind:
         is_default: `auto` takes it where there is one.
         tried: what has run on such a device.
         lacks: the reason for each feature that it has not.
+        like: another kind, whose attention kernels it has; unset: its own.
     """
 
     name: str
@@ -55,6 +56,7 @@ class DeviceKind:
     is_default: bool
     tried: str
     lacks: Mapping[Feature, str] = field(default_factory=dict)
+    like: str = ""
 
     def supports(self, feature: Feature) -> Capability:
         """Answer whether devices of this kind have `feature`."""
@@ -128,9 +130,16 @@ def add_device_kind(kind: DeviceKind) -> None:
     _kinds[kind.name] = kind
 
 
+def kernels_of(device_type: str) -> str:
+    """Return the type by which records of attention kernels know a type of devices."""
+    kind = _kinds.get(device_type)  # none of `meta`
+    return device_type if kind is None else kind.like or kind.name
+
+
 def copies_aside(device_type: str) -> bool:
     """Return whether copies between a device of this type and its host go on beside compute, from pinned memory."""
-    return device_kind(device_type).supports(Feature.ASIDE).ok
+    kind = _kinds.get(device_type)  # none of `meta`
+    return kind is not None and kind.supports(Feature.ASIDE).ok
 
 
 def default_device_type() -> str:

@@ -213,6 +213,8 @@ class ParallelModel:
                 self._count_routes(objective, microbatches, step)
         with self._users_code("backward"):
             self.drive(work, len(microbatches), backward=seed is not None)
+        if self.head is not None:
+            self.head.seed = 1.0  # the tensor would outlive its step
         if seed is not None:
             self.sum_shared_gradients()
             self.apply_gradient_hooks(step)

@@ -73,8 +73,13 @@ class SequenceRegionBoundary(RegionBoundary):
     def region_input(self, values: Tensor) -> Tensor:
         assert self.rows is not None
         whole = gather_to_region(values, self.rows)
-        self.entered = weakref.ref(whole), values, RegatheredActivations(self.rows)
+        self.entered = weakref.ref(whole, self._leave), values, RegatheredActivations(self.rows)
         return whole
+
+    def _leave(self, whole: weakref.ref[Tensor]) -> None:
+        """Let go of the part, and of the graph that made it, with the whole."""
+        if self.entered is not None and self.entered[0] is whole:
+            self.entered = None
 
     @torch.compiler.disable
     def routes_input(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shardwise.job.axes import DATA_LETTER, placed_axes, same_rows_ranks, spec_of
 from shardwise.job.data_section import DataSection
-from shardwise.job.devices import DeviceKind, device_kind
+from shardwise.job.devices import DeviceKind, device_kind, kernels_of
 from shardwise.job.objects import is_reference
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.schema import (
@@ -266,7 +266,7 @@ class Draft:
         """Return what one attention layer of this job needs of its kernel."""
         window = layer.window is not None and layer.window < self.data.sequence_length
         return AttentionNeeds(
-            self.world.device_type,
+            kernels_of(self.world.device_type),
             self.compute,
             self.job.isolates_documents or window,
             layer.bias,

@@ -86,7 +86,7 @@ class HostParameter:
         if gradient is None or self._seen is None:
             return False
         copied, version = self._seen
-        return gradient.data_ptr() == copied.data_ptr() and version_of(gradient) == version
+        return _place(gradient) == _place(copied) and version_of(gradient) == version
 
     @property
     def is_begun(self) -> bool:
@@ -110,7 +110,7 @@ class HostParameter:
         """The storage of the gradient: that of all gradients of a unit of FSDP2, which have one version together."""
         gradient = self.entry.local_gradient
         assert gradient is not None
-        return gradient.untyped_storage().data_ptr()
+        return id(gradient.untyped_storage())
 
     def seen_again(self) -> None:
         """Note that the gradient is still what was copied, whatever its version; unless it was forgotten."""
@@ -341,6 +341,11 @@ class HostUpdates:
         self._stream.copy(own.returned() for own in taken)
         for own in unit.parameters:
             own.settle()
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor begins; torch keeps the Python object of a storage that is alive."""
+    return id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
 def _arrive(unit: HostUnit) -> None:

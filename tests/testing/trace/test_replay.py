@@ -13,7 +13,21 @@ from shardwise.planner.constants.inventory import cluster
 from shardwise.planner.formulas.compute import matmul_seconds
 from shardwise.testing.trace.agreement import Program
 from shardwise.testing.trace.kinds import ranks_of_kinds
-from shardwise.testing.trace.program import RECEIVE, SEND, Call, Entry, Operators, Read, Wait
+from shardwise.testing.trace.program import (
+    HOST_WAITS,
+    RECEIVE,
+    SEND,
+    THREAD_WAITS,
+    Call,
+    Copy,
+    CopyWait,
+    Entry,
+    HostWork,
+    Joined,
+    Operators,
+    Read,
+    Wait,
+)
 from shardwise.testing.trace.replay import COMPUTATION, Replay
 from shardwise.testing.trace.roofline import Roofline
 
@@ -32,6 +46,12 @@ class Seconds(Roofline):
 
     def host_seconds(self, operators: Operators) -> float:
         return LAUNCH * operators.launches
+
+    def copy_seconds(self, size: int) -> float:
+        return size
+
+    def host_memory_seconds(self, size: int) -> float:
+        return size
 
     def call_seconds(self, call: Call, members: Sequence[int]) -> float:
         return COLLECTIVE
@@ -85,6 +105,37 @@ def test_a_slow_host_is_the_limit_and_a_read_makes_it_wait() -> None:
     assert world.seconds == 8
     assert [piece.start for piece in world.slices if piece.stream == COMPUTATION] == [0, 4]
     assert world.clocks[0].host == 4 + LAUNCH
+
+
+def copied(stream: int, number: int, seconds: int, waits: bool = False) -> Copy:
+    return Copy(seconds, True, stream, number, waits)
+
+
+def test_a_copy_is_beside_computation_on_a_stream_of_its_own() -> None:
+    after = CopyWait(1, ((0, 0), (1, 0)))  # the stream comes after what is computed
+    beside: list[Entry] = [compute(2), after, copied(1, 1, 3), compute(4)]
+    assert replay(beside).seconds == 2 + 4
+    waited: list[Entry] = [compute(2), after, copied(1, 1, 3), CopyWait(0, ((1, 1),)), compute(4)]
+    assert replay(waited).seconds == 2 + 3 + 4
+    on_it: list[Entry] = [compute(2), copied(0, 1, 3), compute(4)]
+    assert replay(on_it).seconds == 2 + 3 + 4
+    blocking: list[Entry] = [copied(0, 1, 3, waits=True), compute(4)]
+    assert replay(blocking).clocks[0].host == 3 + LAUNCH
+
+
+def test_a_copy_of_what_is_reduced_comes_after_the_reduction() -> None:
+    reduction = call(0, "reduce_scatter", 2, is_apart=True)
+    entries: list[Entry] = [compute(1), reduction, Wait(0), CopyWait(1, ((2, 0), (0, 0))), copied(1, 1, 2)]
+    assert replay(entries).seconds == 1 + 3 + 2
+
+
+def test_updates_in_host_memory_take_the_host_s_time_or_its_thread_s() -> None:
+    copy = copied(1, 1, 2)
+    own: list[Entry] = [copy, CopyWait(HOST_WAITS, ((1, 1),)), HostWork(5), compute(1)]
+    assert replay(own).seconds == 2 + 5 + 1 and replay(own).clocks[0].hosting == 5
+    thread: list[Entry] = [copy, CopyWait(THREAD_WAITS, ((1, 1),)), HostWork(5, beside=True), compute(6)]
+    assert replay(thread).seconds == max(2 + 5, 6)
+    assert replay([*thread, Joined(), compute(1)]).seconds == 2 + 5 + 1
 
 
 def test_products_take_what_the_planner_says_and_the_rest_its_bytes() -> None:

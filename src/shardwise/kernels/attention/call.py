@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.job.devices import kernels_of
 from shardwise.kernels.attention.masks import Mask, make_mask
 from shardwise.kernels.dropout import ProbabilityBlock, active_scope, keep_mask
 from shardwise.kernels.precision import DTYPES
@@ -59,7 +60,7 @@ class AttentionCall:
         """Abilities that the call asks of a kernel."""
         query, value = self.query, self.value
         return AttentionNeeds(
-            query.device.type,
+            kernels_of(query.device.type),
             NAMES[query.dtype],
             self.mask is not None and not self.mask.causal,
             self._bias_kind,

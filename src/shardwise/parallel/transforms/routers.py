@@ -29,21 +29,22 @@ class WatchedRouters(Transform):
         plan, layout, facts = inputs.plan, inputs.layout, inputs.facts
         number, dtype = facts.expert_stacks[next(iter(facts.routers))], torch_dtype(plan.dtypes.loss)
         coefficient, asked = plan.balancing_coefficient, plan.job.router.balancing_loss
-        local = None
-        if asked in ("model", "sequence"):
-            layers = len(facts.routers)
-            local = LocalBalancing(asked == "sequence", coefficient, number, layers, inputs.device, dtype)
-        build.routers = ExpertRouters(
-            tuple(facts.routers),
-            number,
-            0.0 if local else coefficient,
-            plan.job.router.z_loss,
-            layout.index(Axis.TENSOR) == 0 or plan.sequence_parallel,
-            inputs.device,
-            dtype,
-            local,
-            by_layer=asked == "layer",
-        )
+        with inputs.allocation():  # sums are on the device
+            local = None
+            if asked in ("model", "sequence"):
+                layers = len(facts.routers)
+                local = LocalBalancing(asked == "sequence", coefficient, number, layers, inputs.device, dtype)
+            build.routers = ExpertRouters(
+                tuple(facts.routers),
+                number,
+                0.0 if local else coefficient,
+                plan.job.router.z_loss,
+                layout.index(Axis.TENSOR) == 0 or plan.sequence_parallel,
+                inputs.device,
+                dtype,
+                local,
+                by_layer=asked == "layer",
+            )
         for stage in build.stages:
             for stack, (router, output) in facts.routers.items():
                 watch_router(stage.model, stack, router, output, build.routers)

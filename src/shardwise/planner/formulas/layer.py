@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.job.axes import Axis, state_axes
+from shardwise.planner.constants.hardware import Accelerator
 from shardwise.planner.formulas.axis_traffic import block_elements, block_traffic
 from shardwise.planner.formulas.communication import ExpertGroups, gather_seconds, overlapped_seconds, rank_group
 from shardwise.planner.formulas.compute import (
@@ -113,13 +114,13 @@ def _host_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
         shard = 4.0 * block_elements(configuration).sharded(configuration)
         forward += shard
         backward += shard * (2 if configuration.reshard_after_forward else 1)
-    bandwidth = host_bandwidth(configuration)
+    bandwidth = host_bandwidth(configuration.cluster.accelerator)
     return forward / bandwidth, backward / bandwidth
 
 
-def host_bandwidth(configuration: TrainingConfiguration) -> float:
+def host_bandwidth(accelerator: Accelerator) -> float:
     """Return the bytes a second between an accelerator and its host, one direction."""
-    own = configuration.cluster.accelerator.host_link
+    own = accelerator.host_link
     return own * 1e9 * HOST_LINK if own else HOST_BANDWIDTH
 
 

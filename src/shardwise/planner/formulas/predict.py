@@ -196,7 +196,7 @@ def _copies(configuration: TrainingConfiguration, blocks: int) -> float:
         return 0.0
     size = state_copy_bytes(configuration, blocks)
     on_device = configuration.cluster.accelerator.name != "CPU"
-    there = size / host_bandwidth(configuration) if on_device else 0.0
+    there = size / host_bandwidth(configuration.cluster.accelerator) if on_device else 0.0
     return (there + size / KEPT) / configuration.kept_every
 
 
@@ -216,7 +216,7 @@ def _host_updates(configuration: TrainingConfiguration, work: StageWork) -> floa
     elements = configuration.host_updates * _trained_elements(configuration, work.blocks)
     if not elements:
         return 0.0
-    link, exponent = host_bandwidth(configuration), configuration.stack.overlap
+    link, exponent = host_bandwidth(configuration.cluster.accelerator), configuration.stack.overlap
     there, back = 8 * elements / link, 4 * elements / link
     update = HOST_UPDATE_BYTES * elements / HOST_MEMORY
     beside = there

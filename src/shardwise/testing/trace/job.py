@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise._torch_compat import accelerator
 from shardwise.errors import ConfigError
+from shardwise.job.devices import CPU
 from shardwise.job.schema import Job
 from shardwise.launch.process_group import available_cores
 from shardwise.model.facts import ModelFacts
@@ -67,6 +69,7 @@ def _as_data(rank: RankTrace, planned: MemoryEstimate) -> dict[str, Any]:
         "coordinates": rank.coordinates,
         "traced_as": rank.rank if rank.traced_as is None else rank.traced_as,
         "operators": rank.operators,
+        "faults": [*rank.faults],
         "traced_peak_bytes": rank.peak,
         "owners": rank.owners,
         "closed_form_bytes": rank.closed_form.total,
@@ -156,7 +159,9 @@ def _of_kinds(kinds: Mapping[RankKind, int], traced: Traced, has_short: bool) ->
 def _tracing(jobs: list[tuple[Job, ModelFacts]], world: World, kinds: int, processes: int | None) -> Iterator[Traced]:
     """Give what traces ranks of jobs: this process, or several where there are many kinds."""
     count = min(kinds, processes or min(MOST, available_cores()))
-    if count == 1 or kinds <= FEW:
+    # torch has one accelerator in a process: where it is in use, another is simulated elsewhere.
+    is_taken = world.device_type != CPU and accelerator.is_accelerator(accelerator.entered())
+    if (count == 1 or kinds <= FEW) and not is_taken:
         plans = [(resolve(job, world, facts), facts) for job, facts in jobs]
         yield lambda tasks: [trace_rank(*plans[number], rank) for number, rank in tasks]
         return

@@ -1,4 +1,4 @@
-"""The program of a traced rank in a step, as plain data: operators, collectives, waits and reads."""
+"""The program of a traced rank in a step, as plain data: operators, collectives, copies, waits and reads."""
 
 from __future__ import annotations
 
@@ -83,4 +83,46 @@ class Read(NamedTuple):
     line: str
 
 
-Entry = Operators | Call | Wait | Read
+class Copy(NamedTuple):
+    """A copy between the accelerator and its host.
+
+    Attributes:
+        bytes: of it.
+        to_host: its direction.
+        stream: its number; 0 is that of computation.
+        number: of its stream's copies, from 1.
+        waits: the host waits for it.
+    """
+
+    bytes: int
+    to_host: bool
+    stream: int
+    number: int
+    waits: bool
+
+
+class HostWork(NamedTuple):
+    """Operators in a row that the host computes, beside the launching host where a thread does."""
+
+    bytes: int
+    beside: bool = False
+
+
+class CopyWait(NamedTuple):
+    """Wait for copies: of the host, of its thread, or of a stream.
+
+    Attributes:
+        waiter: the stream's number, `HOST_WAITS` or `THREAD_WAITS`.
+        streams: (number of a stream, number of its last copy that has to be done).
+    """
+
+    waiter: int
+    streams: tuple[tuple[int, int], ...]
+
+
+class Joined(NamedTuple):
+    """The host waits for its thread."""
+
+
+HOST_WAITS, THREAD_WAITS = -1, -2
+Entry = Operators | Call | Wait | Read | Copy | HostWork | CopyWait | Joined

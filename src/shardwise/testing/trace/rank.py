@@ -3,41 +3,49 @@
 The rank runs its real code - parallelize, a training step, the optimizer - on fake tensors (shapes only) and in a fake
 process group, whose collectives return at once. Its optimizer's state is made ahead, so that the step is any one.
 
-The trace has one device, a CPU: nothing tells a host from a device. Attention is the accelerator's kernel where it is
-flash attention (`fused_attention.py`), and else the CPU's.
+A rank of accelerators computes on a simulated one (`testing/simulated`): torch tells it from its host, so that a mix of
+both is an error, memory is counted apart, and copies between them are seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from transformers import masking_utils
 
+from shardwise._torch_compat.fsdp2 import units_made_in
 from shardwise._torch_compat.groups import fake_store
 from shardwise._torch_compat.remembered_fakes import RememberedFakeMode
+from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.data.batch import Batch
 from shardwise.data.packed_rows import most_completions
 from shardwise.errors import MachineError
 from shardwise.job.axes import Axis
+from shardwise.job.devices import CPU, add_device_kind
 from shardwise.model.build import build_model
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, World
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
-from shardwise.testing.trace.fused_attention import attention_as_on_gpu
+from shardwise.testing.simulated.device import simulated_device
+from shardwise.testing.simulated.streams import SIMULATED
+from shardwise.testing.trace.kernel_packages import packages_stood_for
 from shardwise.testing.trace.program import Entry, Partition
 from shardwise.testing.trace.recorder import RankRecorder
 from shardwise.testing.trace.refusals import values_refused
 from shardwise.testing.trace.storages import STATE, WEIGHTS, Storages
+from shardwise.training import host_updates
 from shardwise.training import step as training_step
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
@@ -61,6 +69,7 @@ class RankTrace:
         program: what it does, in order.
         partitions: that the program's calls name.
         traced_as: the rank that was traced at full depth, where that is another.
+        faults: of the use of the accelerator, each with its line.
     """
 
     rank: int
@@ -72,6 +81,7 @@ class RankTrace:
     program: tuple[Entry, ...]
     partitions: tuple[Partition, ...]
     traced_as: int | None = None
+    faults: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
@@ -88,10 +98,9 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
     """
     traced = _traceable(plan)
     layout = Layout.from_plan(traced, rank)
-    storages = Storages()
-    on_accelerator = plan.world.device_type != "cpu"
-    with _alone(rank, plan.world.size), _as_on_accelerator(on_accelerator):
-        recorder = _trace(traced, layout, facts, storages)
+    storages = Storages(traced.world.device_type)
+    with _device(traced.world) as (device, fake), _alone(rank, plan.world.size, device), _plain_norm():
+        recorder = _trace(traced, layout, facts, storages, device, fake)
     counted = replace(plan, accumulation=traced.accumulation)
     return RankTrace(
         rank,
@@ -102,7 +111,24 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
         recorder.operators,
         recorder.program(),
         tuple(recorder.partitions),
+        faults=tuple(dict.fromkeys(map(str, recorder.discipline.faults))),
     )
+
+
+def meant(plan: Plan) -> tuple[str, ...]:
+    """Return the functions of a step in which a host waits for its accelerator, or gives it values, because it has to.
+
+    All ranks agree on counts ahead of a step, and on loss and norm behind it. Updates in host memory wait for their
+    gradients, and FSDP2, where it offloads parameters, for what it has reduced.
+    """
+    functions = ["exchange_control", "reduce_loss_and_norm"]
+    if plan.stages:  # torch's own: an agreement ahead of the first step, and losses that stay until the next
+        functions += ["Pipeline.train", "_MicrobatchRunner.forward"]
+    if plan.offloaded_optimizer:
+        functions.append("HostParameter.arrive")
+    if plan.job.memory.offload_parameters:
+        functions += ["ParallelModel.drive", "squared_share"]
+    return tuple(functions)
 
 
 def traced_microbatches(plan: Plan) -> int:
@@ -116,50 +142,66 @@ def traced_microbatches(plan: Plan) -> int:
 
 def _traceable(plan: Plan) -> Plan:
     """The same work where the trace can follow it."""
-    world = replace(plan.world, device_type="cpu", accelerator="")
+    world = plan.world
+    if world.device_type != CPU:
+        add_device_kind(replace(world.kind, name=SIMULATED, like=world.kind.name, backend=FAKE))
+        world = replace(world, device_type=SIMULATED, accelerator="")
     model = plan.job.model.model_copy(update={"compile": False})
     job = plan.job.model_copy(update={"model": model})
     return replace(plan, job=job, world=world, backend=FAKE, accumulation=traced_microbatches(plan))
 
 
 @contextmanager
-def _alone(rank: int, size: int) -> Iterator[None]:
-    """A world in which this process is the only one."""
-    if dist.is_initialized():
-        raise MachineError("a trace makes a process group of its own, and this process is in one; run it elsewhere")
-    dist.init_process_group(FAKE, rank=rank, world_size=size, store=fake_store())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def _device(world: World) -> Iterator[tuple[torch.device, FakeTensorMode]]:
+    """Give what a rank computes on: the host, or a simulated accelerator; with the mode of its fake tensors."""
+    if world.device_type == CPU:
+        yield torch.device(CPU), RememberedFakeMode(allow_non_fake_inputs=True)
+        return
+    with simulated_device() as simulation, packages_stood_for():
+        yield simulation.device, simulation.fakes
 
 
 @contextmanager
-def _as_on_accelerator(on_accelerator: bool) -> Iterator[None]:
-    """Run inside what an accelerator runs, as far as it depends on the kind of device that tensors say they are on."""
-    with ExitStack() as stack:
-        stack.enter_context(attention_as_on_gpu(on_accelerator))
-        stack.enter_context(mock.patch.object(training_step, "NORM_CHUNK", WHOLE))  # a CPU's norm is in thousands
+def _alone(rank: int, size: int, device: torch.device) -> Iterator[None]:
+    """A world in which this process is the only one."""
+    if dist.is_initialized():
+        raise MachineError("a trace makes a process group of its own, and this process is in one; run it elsewhere")
+    devices = {FAKE: [*dist.Backend.backend_capability[FAKE], device.type]}
+    with mock.patch.dict(dist.Backend.backend_capability, devices):
+        dist.init_process_group(FAKE, rank=rank, world_size=size, store=fake_store())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _plain_norm() -> Iterator[None]:
+    """Let a CPU sum the squares of gradients as a GPU does: it takes them in thousands."""
+    with mock.patch.object(training_step, "NORM_CHUNK", WHOLE):
         yield
 
 
-def _trace(plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages) -> RankRecorder:
-    device = torch.device("cpu")
-    fake = RememberedFakeMode(allow_non_fake_inputs=True)
-    model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
-    if needs_copy(plan):
-        model.reference = frozen_copy(model, lambda: fake)
+def _trace(
+    plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages, device: torch.device, fake: FakeTensorMode
+) -> RankRecorder:
+    with units_made_in(fake):
+        model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
+        if needs_copy(plan):
+            model.reference = frozen_copy(model, lambda: fake)
     modules = [part.module for built in (model, model.reference) if built is not None for part in built.parts]
     named = {name: module for whole in modules for name, module in whole.named_modules()}
-    with fake:
+    recorder = RankRecorder(layout, named, storages, meant(plan))
+    with fake, _threads_seen(recorder):
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
-        recorder = RankRecorder(layout, named, storages)
         storages.own(WEIGHTS, *modules)
         with values_refused(), recorder.recording(), _one_document(plan, recorder):
             _make_state(model, objective, optimizer, recorder)
             storages.own(STATE, optimizer.inner)
             recorder.begin()
-            _step(model, objective, optimizer, recorder)
+            sums = [vars(owner) for owner in (objective, model.routers) if owner is not None]  # for metrics
+            with recorder.discipline.step(*modules, optimizer.inner, sums):
+                _step(model, objective, optimizer, recorder)
     return recorder
 
 
@@ -180,6 +222,32 @@ def _one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
         yield
 
 
+class _SeenThread:
+    """A pool of one thread, of whose work the trace sees the operators: it is done where it is handed over."""
+
+    def __init__(self, recorder: RankRecorder, *settings: Any) -> None:
+        self._recorder = recorder
+
+    def submit(self, function: Callable[..., None], *args: Any) -> _SeenWork:
+        with self._recorder.beside():
+            function(*args)
+        return _SeenWork(self._recorder)
+
+
+class _SeenWork(NamedTuple):
+    recorder: RankRecorder
+
+    def result(self) -> None:
+        self.recorder.join()
+
+
+@contextmanager
+def _threads_seen(recorder: RankRecorder) -> Iterator[None]:
+    """Let updates in host memory be made where their thread is given them."""
+    with mock.patch.object(host_updates, "ThreadPoolExecutor", partial(_SeenThread, recorder)):
+        yield
+
+
 def _make_state(
     model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder
 ) -> None:
@@ -196,12 +264,12 @@ def _make_state(
 
 def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder) -> None:
     """Run `train_step` with numbers that are nobody's."""
-    batches = [_batch(model.plan) for _ in range(model.plan.accumulation)]
+    batches = [_batch(model.plan).to(model.device) for _ in range(model.plan.accumulation)]
     with recorder.answering(0):
         training_step.exchange_control(model, training_step.ControlMessage(0, 0, 0, 0, 0))
     model.scale_router_losses(1.0)
     optimizer.begin(1.0)
-    totals = model.run(objective, batches, 0, torch.empty((), dtype=model.accumulation_dtype))
+    totals = model.run(objective, batches, 0, torch.empty((), dtype=model.accumulation_dtype, device=model.device))
     recorder.own_gradients(entry.parameter.grad for entry in optimizer.entries)
     with recorder.answering(0):
         training_step.reduce_loss_and_norm(model, optimizer, totals, 1.0, objective.measured())

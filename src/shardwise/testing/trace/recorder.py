@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -38,12 +38,31 @@ from shardwise._torch_compat.tracing import (
 )
 from shardwise.collectives.names import CollectiveName, current_name, group_name
 from shardwise.errors import ConfigError
+from shardwise.job.devices import CPU
 from shardwise.job.objects import is_users_file
 from shardwise.observe.memory import storages_of
 from shardwise.parallel.layout import Layout
-from shardwise.testing.trace.program import POINT_TO_POINT, RECEIVE, SEND, Call, Entry, Operators, Partition, Read, Wait
+from shardwise.testing.simulated.discipline import Discipline, HostCopy, copies_of
+from shardwise.testing.simulated.streams import current_simulated_stream, timeline
+from shardwise.testing.trace.program import (
+    HOST_WAITS,
+    POINT_TO_POINT,
+    RECEIVE,
+    SEND,
+    THREAD_WAITS,
+    Call,
+    Copy,
+    CopyWait,
+    Entry,
+    HostWork,
+    Joined,
+    Operators,
+    Partition,
+    Read,
+    Wait,
+)
 from shardwise.testing.trace.storages import GRADIENTS, SHARDING, Storages
-from shardwise.testing.trace.work import grouped_shape, work_of
+from shardwise.testing.trace.work import BYTES, grouped_shape, work_of
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).parents[2]) + os.sep
@@ -68,8 +87,11 @@ class RankRecorder(TorchDispatchMode):
     Args:
         layout: where the rank stands; its groups are known.
         modules: of the rank, whose names say which block issues a collective.
+        storages: count the memory of what the rank computes on.
+        meant: functions that use the accelerator as a step should not, and have to.
 
     Attributes:
+        discipline: has the faults of a simulated accelerator's step.
         entries: what it does, in order, once `close` was called.
         partitions: that its calls name.
         operators: how many were dispatched.
@@ -77,7 +99,13 @@ class RankRecorder(TorchDispatchMode):
         updating: the optimizer is at work.
     """
 
-    def __init__(self, layout: Layout, modules: Mapping[str, nn.Module], storages: Storages) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        modules: Mapping[str, nn.Module],
+        storages: Storages,
+        meant: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.entries: list[Entry] = []
         self.partitions: list[Partition] = []
@@ -93,6 +121,9 @@ class RankRecorder(TorchDispatchMode):
         self._works: list[FinishedWork] = []  # torch holds what Python has made of a work weakly
         self._work: Counter[tuple[str | int, ...]] = Counter()
         self._launches, self._phase = 0, "forward"
+        self.discipline = Discipline(meant)
+        self._has_host = storages.device_type != CPU  # apart from what it computes on
+        self._host_bytes, self._beside = 0, False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -101,6 +132,9 @@ class RankRecorder(TorchDispatchMode):
             stack.enter_context(self._storages.watching())
             stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
             stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._listed(tensor)))
+            if self._has_host:
+                stack.enter_context(self.discipline.listening())
+                stack.enter_context(mock.patch.object(timeline, "observers", [self._awaited]))
             yield stack.enter_context(self)
 
     @contextmanager
@@ -121,6 +155,23 @@ class RankRecorder(TorchDispatchMode):
         finally:
             self.updating = False
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Say that a thread of the host does what is done inside."""
+        self.close()
+        self._beside = True
+        try:
+            yield
+        finally:
+            self.close()
+            self._beside = False
+
+    def join(self) -> None:
+        """Note that the host waits for its thread."""
+        if self.noting:
+            self.close()
+            self.entries.append(Joined())
+
     def own_gradients(self, gradients: Iterable[Tensor | None]) -> None:
         """Say that these are gradients, sharded ones and whole ones, wherever they were made."""
         self._storages.own(GRADIENTS, list(gradients), anew=True)
@@ -135,6 +186,9 @@ class RankRecorder(TorchDispatchMode):
 
     def close(self) -> None:
         """Note the last operators."""
+        if self._host_bytes:
+            self.entries.append(HostWork(self._host_bytes, self._beside))
+            self._host_bytes = 0
         if self._launches:
             self.entries.append(Operators(self._phase, self._launches, dict(self._work)))
             self._moments.append(self._storages.moment)
@@ -146,7 +200,8 @@ class RankRecorder(TorchDispatchMode):
         self.close()
         memory = iter(self._storages.owners_at(self._moments))
         return tuple(
-            entry._replace(memory=next(memory)) if isinstance(entry, Operators) else entry for entry in self.entries
+            entry._replace(memory=next(memory)) if isinstance(entry, Operators) else entry
+            for entry in _without_idle_waits(self.entries)
         )
 
     def __torch_dispatch__(
@@ -162,14 +217,18 @@ class RankRecorder(TorchDispatchMode):
         self.operators += 1
         in_backward = runs_backward()
         self._storages.turn(in_backward)
+        if self._has_host:
+            self.discipline.before(func, args, kwargs or {})
         if func is read_scalar:
-            return self._read(func)
+            return self._read(func, args)
         if func is grouped_product:  # torch knows its shape for bf16 alone
             output = new_empty(args[0], grouped_shape(*args, **(kwargs or {})))
         elif func in self._collectives:
             output = (args[0], None) if self._collectives[func] else None
         else:
             output = func(*args, **(kwargs or {}))
+        if self._has_host:
+            self.discipline.after(func, args, kwargs or {}, output)
         if func.is_view:  # type: ignore[attr-defined]
             return output  # no memory and no kernel
         tensors = [value for value in tree_leaves((args, kwargs, output)) if isinstance(value, Tensor)]
@@ -180,10 +239,44 @@ class RankRecorder(TorchDispatchMode):
         if namespace == "fsdp":
             self._storages.own(SHARDING, args, kwargs, output)
             self._use(args)
-        if self.noting:
-            work = work_of(func, args, output, tensors)
-            self._operator(work, UPDATE if self.updating else "backward" if in_backward else "forward")
+        if not self.noting:
+            return output
+        work = work_of(func, args, output, tensors)
+        if self._has_host and not all(map(self._storages.counts, tensors)):
+            copies = copies_of(func, args, kwargs or {})
+            if copies:
+                self._copied(copies, output, tensors)
+                return output
+            if not any(map(self._storages.counts, tensors)):
+                self._on_host(work)
+                return output
+        self._operator(work, UPDATE if self.updating else "backward" if in_backward else "forward")
         return output
+
+    def _copied(self, copies: Sequence[HostCopy], output: Any, tensors: Sequence[Tensor]) -> None:
+        """Note copies between accelerator and host; one that makes its tensor has it as its output."""
+        self.close()
+        stream = current_simulated_stream().stream_id
+        for copy in copies:
+            size = (output if copy.host is None else copy.host).nbytes
+            number = timeline.clock(stream)[stream]
+            self.entries.append(Copy(size, copy.to_host, stream, number, copy.waits))
+
+    def _on_host(self, work: tuple[tuple[str | int, ...], int] | None) -> None:
+        """Note an operator of the host's: its bytes, which tell how long an update takes there."""
+        if work is not None and work[0] == BYTES:
+            if self._launches:
+                self.close()
+            self._host_bytes += work[1]
+
+    def _awaited(self, stream: int | None, clock: Mapping[int, int]) -> None:
+        """Note that a stream, or the host, waits for copies; waits for computation alone are of FSDP2's streams."""
+        awaited = tuple((number, done) for number, done in clock.items() if done or stream not in (None, 0))
+        if not self.noting or (stream is None and not awaited):
+            return
+        self.close()
+        waiter = stream if stream is not None else THREAD_WAITS if self._beside else HOST_WAITS
+        self.entries.append(CopyWait(waiter, awaited))
 
     def _opened(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Return one range for all: nobody profiles."""
@@ -201,7 +294,9 @@ class RankRecorder(TorchDispatchMode):
         self._work[kind] += amount
         self._launches += 1
 
-    def _read(self, func: Any) -> int:
+    def _read(self, func: Any, args: tuple[Any, ...]) -> int:
+        if self._has_host and not self._storages.counts(args[0]):
+            return self.answer  # of the host's own memory
         frame = _caller()
         if is_users_file(frame.f_code.co_filename):
             raise DataDependentOutputException(func)
@@ -316,6 +411,21 @@ class RankRecorder(TorchDispatchMode):
                 elif len(lines) == 1:
                     lines.append(place_of(frame))
         return block, " > ".join(line for line in lines if line)
+
+
+def _without_idle_waits(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Leave out waits that no copy has to do with: FSDP2's streams wait for each other at every unit."""
+    copying = {entry.stream for entry in entries if isinstance(entry, Copy)}
+    for entry in entries:
+        if not isinstance(entry, CopyWait) or _is_for_copies(entry, copying):
+            yield entry
+
+
+def _is_for_copies(wait: CopyWait, copying: Set[int]) -> bool:
+    aside = copying - {0}
+    if wait.waiter in aside or any(stream in aside and done for stream, done in wait.streams):
+        return True
+    return wait.waiter < 0 and any(stream in copying for stream, _ in wait.streams)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -8,13 +8,11 @@ from typing import Any
 
 from shardwise._torch_compat.tracing import asks_for_values
 from shardwise.errors import ConfigError
-from shardwise.job.devices import CPU
 from shardwise.job.objects import in_parentheses, raised_at
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan
 
 INSTEAD = "leave it out, or take the closed form of `shardwise plan`"
-ONE_DEVICE = "the trace has one device and cannot tell what is on the host"
 
 REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
     (lambda plan, facts: not facts.takes_token_ids, "model.factory: the inputs of a module of your own are not known"),
@@ -29,18 +27,6 @@ REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
     (
         lambda plan, facts: plan.job.model.task == "seq2seq_lm",
         "model.task=seq2seq_lm: encoder and decoder get sequences of two lengths, which the closed form does not know",
-    ),
-    (
-        lambda plan, facts: plan.world.device_type != CPU and plan.job.memory.offload_activations,
-        f"memory.offload_activations=True: {ONE_DEVICE}",
-    ),
-    (
-        lambda plan, facts: plan.world.device_type != CPU and plan.job.memory.offload_parameters,
-        f"memory.offload_parameters=True: {ONE_DEVICE}",
-    ),
-    (
-        lambda plan, facts: plan.world.device_type != CPU and plan.offloaded_optimizer,
-        f"memory.offload_optimizer: {ONE_DEVICE}",
     ),
 )
 

@@ -3,7 +3,8 @@
 One rank of each stage is replayed; those beside it do the same at the same time. A host launches ahead and waits where
 a value is read. A collective begins when computation has come to it and its stream is free. What FSDP2 gathers begins
 when the unit before is in use, and is waited for where it is used; what it reduces is waited for at the end of the last
-backward, and by the next reduction. Two things at once do not slow each other down here.
+backward, and by the next reduction. Copies between accelerator and host have streams of their own, as the code asks for
+them, and updates in host memory take the host's time, or a thread's. Two things at once do not slow each other down.
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwise.testing.trace.agreement import Program, RankState, RankWorld, Stream, Turn
-from shardwise.testing.trace.program import Call, Entry, Operators, Read, Wait
+from shardwise.testing.trace.program import (
+    HOST_WAITS,
+    THREAD_WAITS,
+    Call,
+    Copy,
+    CopyWait,
+    Entry,
+    HostWork,
+    Joined,
+    Operators,
+    Read,
+    Wait,
+)
 from shardwise.testing.trace.recorder import UPDATE
 from shardwise.testing.trace.roofline import Roofline
 
-COMPUTATION, HOST = "computation", "host"
+COMPUTATION, HOST, THREAD, COPIES = "computation", "host", "thread of the host", "copies"
 
 
 class TimelineSlice(NamedTuple):
@@ -40,6 +53,10 @@ class Clock:
         used: when the last gathered unit was taken into use.
         reduced: when the last reduction of a unit is done.
         streams: seconds of each group's, FSDP2's gathering and reduction apart.
+        copying: seconds of each stream of copies between accelerator and host, by number.
+        copied: (stream, number) of a copy -> when it is done.
+        thread: seconds of the host's thread.
+        hosting: seconds in which the host, or its thread, computes.
         busy: seconds of operators.
         launching: seconds of the host's launches.
         messages: seconds that computation has waited for messages.
@@ -52,6 +69,10 @@ class Clock:
     used: float = 0.0
     reduced: float = 0.0
     streams: dict[tuple[Stream, str], float] = field(default_factory=dict)
+    copying: dict[int, float] = field(default_factory=dict)
+    copied: dict[tuple[int, int], float] = field(default_factory=dict)
+    thread: float = 0.0
+    hosting: float = 0.0
     busy: float = 0.0
     launching: float = 0.0
     messages: float = 0.0
@@ -81,7 +102,10 @@ class Replay(RankWorld):
     @property
     def seconds(self) -> float:
         """Seconds of the traced step: of the slowest rank."""
-        return max(max(clock.host, clock.computation, clock.reduced) for clock in self.clocks.values())
+        return max(
+            max(clock.host, clock.computation, clock.reduced, clock.thread, *clock.copying.values())
+            for clock in self.clocks.values()
+        )
 
     def members(self, turn: Turn) -> Sequence[int]:
         return [member for member in self.group(turn) if member in self.ranks]
@@ -94,6 +118,14 @@ class Replay(RankWorld):
             waited = max(0.0, clock.computation - clock.host)
             self.slices.append(TimelineSlice(rank.number, HOST, f"waits in {entry.line}", clock.host, waited))
             clock.host += waited
+        elif isinstance(entry, Copy):
+            self._copy(rank.number, clock, entry)
+        elif isinstance(entry, CopyWait):
+            self._wait_for_copies(clock, entry)
+        elif isinstance(entry, HostWork):
+            self._compute_on_host(rank.number, clock, entry)
+        elif isinstance(entry, Joined):
+            clock.host = max(clock.host, clock.thread)
         elif not super().goes_on(rank, entry):
             return False
         elif isinstance(entry, Wait):
@@ -112,6 +144,50 @@ class Replay(RankWorld):
         seconds = clock.computation - start
         clock.updating += seconds if operators.phase == UPDATE else 0.0
         self.slices.append(TimelineSlice(rank, COMPUTATION, operators.phase, start, seconds, operators))
+
+    def _copy(self, rank: int, clock: Clock, copy: Copy) -> None:
+        """Copy on a stream of its own, or on that of computation."""
+        seconds, beside = self._roofline.copy_seconds(copy.bytes), copy.stream != 0
+        free = clock.copying.get(copy.stream, 0.0) if beside else clock.computation
+        start = max(clock.host, free)
+        if beside:
+            clock.copying[copy.stream] = start + seconds
+        else:
+            clock.computation = start + seconds
+        clock.copied[copy.stream, copy.number] = start + seconds
+        if copy.waits:
+            clock.host = start + seconds
+        name = "to the host" if copy.to_host else "from the host"
+        self.slices.append(TimelineSlice(rank, COPIES if beside else COMPUTATION, name, start, seconds))
+
+    def _wait_for_copies(self, clock: Clock, wait: CopyWait) -> None:
+        """Let the host, its thread or a stream come after copies, a stream of copies after what it is given as well.
+
+        That is made by computation, or by FSDP2's reduction, whose streams have no copies.
+        """
+        done = max((clock.copied.get(copy, 0.0) for copy in wait.streams), default=0.0)
+        if wait.waiter == HOST_WAITS:
+            clock.host = max(clock.host, done)
+        elif wait.waiter == THREAD_WAITS:
+            clock.thread = max(clock.thread, done)
+        elif wait.waiter == 0:
+            clock.computation = max(clock.computation, done)
+        else:
+            streams = {stream for stream, _ in wait.streams}
+            computed = clock.computation if 0 in streams else 0.0
+            reduced = clock.reduced if streams - {0} - {stream for stream, _ in clock.copied} else 0.0
+            clock.copying[wait.waiter] = max(clock.copying.get(wait.waiter, 0.0), done, computed, reduced)
+
+    def _compute_on_host(self, rank: int, clock: Clock, work: HostWork) -> None:
+        seconds = self._roofline.host_memory_seconds(work.bytes)
+        start = max(clock.host, clock.thread) if work.beside else clock.host
+        if work.beside:
+            clock.thread = start + seconds
+        else:
+            clock.host = start + seconds
+        clock.hosting += seconds
+        stream = THREAD if work.beside else HOST
+        self.slices.append(TimelineSlice(rank, stream, "works in its memory", start, seconds))
 
     def _wait(self, clock: Clock, turn: Turn, entry: Wait) -> None:
         call = turn.calls[0]

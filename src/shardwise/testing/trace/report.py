@@ -104,6 +104,9 @@ def _notes(trace: JobTrace) -> Iterator[str]:
             f"{trace.met:,} calls of all {plan.world.size:,} ranks meet: one order in every group, a counterpart for "
             "every message, no circle."
         )
+    for rank in trace.ranks:
+        for fault in rank.faults:
+            yield f"Rank {rank.rank}, in {fault}."
     others = sum(rank.traced_as is not None for rank in trace.ranks)
     if others:
         yield (

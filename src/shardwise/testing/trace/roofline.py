@@ -28,6 +28,8 @@ from shardwise.planner.formulas.compute import (
     matmul_seconds,
     rates,
 )
+from shardwise.planner.formulas.layer import host_bandwidth
+from shardwise.planner.formulas.predict import HOST_MEMORY
 from shardwise.planner.formulas.prediction import Cluster, Stack
 from shardwise.testing.trace.program import Call, Operators
 
@@ -54,6 +56,14 @@ class Roofline:
         """Return the seconds in which a host launches operators."""
         share = BACKWARD_LAUNCH if operators.phase == "backward" else 1.0
         return operators.launches * LAUNCH * self.stack.launch * share
+
+    def copy_seconds(self, size: int) -> float:
+        """Return the seconds of a copy between the accelerator and its host."""
+        return size / host_bandwidth(self.cluster.accelerator)
+
+    def host_memory_seconds(self, size: int) -> float:
+        """Return the seconds in which the host reads and writes as many bytes for one of its accelerators."""
+        return size / HOST_MEMORY
 
     def _seconds(self, kind: tuple[str | int, ...], amount: int) -> float:
         name, *sizes = kind

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from shardwise.job.devices import CPU
 from shardwise.observe.memory import storages_of, tensors_of
 
 WEIGHTS, STATE, GRADIENTS, SHARDING = "weights", "optimizer state", "gradients", "sharding buffers"
@@ -50,12 +51,16 @@ class _Change(NamedTuple):
 class Storages:
     """Counts the bytes of live storages while `watching`; each once, however many views it has.
 
+    Args:
+        device_type: whose memory counts.
+
     Attributes:
         live: bytes alive now.
         peak: most bytes alive since the last `begin`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = CPU) -> None:
+        self.device_type = device_type
         self.live = self.peak = 0
         self._known: dict[int, _Storage] = {}
         self._log: list[_Change] = []
@@ -89,8 +94,9 @@ class Storages:
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of `tensors`."""
         for tensor in tensors:
-            for storage in storages_of(tensor):
-                self._set(self._of(storage), storage.nbytes())
+            if self.counts(tensor):
+                for storage in storages_of(tensor):
+                    self._set(self._of(storage), storage.nbytes())
         if self.live > self.peak:
             self.peak, self._peak_at = self.live, len(self._log)
 
@@ -101,12 +107,17 @@ class Storages:
             anew: believe this one instead.
         """
         for root in roots:
-            for tensor in tensors_of(root):
+            for tensor in filter(self.counts, tensors_of(root)):
                 for storage in storages_of(tensor):
                     known = self._of(storage)
                     self._set(known, storage.nbytes())
                     if anew or not known.owner:
                         known.owner = owner
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in the memory that counts."""
+        device = getattr(tensor, "fake_device", None) or tensor.device  # the first asks nobody
+        return device.type == self.device_type
 
     @property
     def moment(self) -> int:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat.simulated import written_arguments
+from shardwise._torch_compat.tracing import tree_leaves
+
 Kind = tuple[str | int, ...]
 # What changes no memory: views that torch does not call so, and memory that nothing is written to.
 WITHOUT_KERNEL = {
@@ -33,7 +36,15 @@ def work_of(func: Any, args: tuple[Any, ...], output: Any, tensors: Sequence[Ten
         return _product(args[PRODUCTS[name]], args[PRODUCTS[name] + 1], output)
     if name in ATTENTION:
         return _attention(name, args)
-    return BYTES, sum(_moved(tensor) for tensor in tensors)
+    moved = sum(_moved(tensor) for tensor in tensors)
+    if output is None:  # what is written in place is read too, and does not come out
+        moved += sum(_moved(leaf) for leaf in tree_leaves(_written(func, args)) if isinstance(leaf, Tensor))
+    return BYTES, moved
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    places = written_arguments(func)
+    return [arg for place, arg in enumerate(args) if place in places]
 
 
 def _product(left: Tensor, right: Tensor, output: Tensor) -> tuple[Kind, int]:

@@ -1,7 +1,4 @@
-"""The attention that an accelerator would run, in a trace whose tensors say that they are on a CPU.
-
-There every call runs blockwise, in dozens of operators a block. Where a GPU runs flash attention it is one.
-"""
+"""Packages of attention kernels that a described cluster has and this machine has not: one operator in a trace."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from shardwise.kernels.attention import dispatch
 from shardwise.kernels.attention.call import AttentionCall
 from shardwise.kernels.attention.dispatch import AttentionFunction
 
-FUSED = ("blockwise", "cudnn", "efficient", "flash", "flash_attention_2", "flash_attention_3", "sdpa")
+PACKAGES = ("flash_attention_2", "flash_attention_3")
 LARGEST = 256  # size of a head that the kernel takes
 
 
 @contextmanager
-def attention_as_on_gpu(on_accelerator: bool) -> Iterator[None]:
-    """Let calls that flash attention can do be one operator inside, if the traced job runs on an accelerator."""
-    fused = {name: _or(function) for name, function in dispatch.FUNCTIONS.items() if name in FUSED}
-    with mock.patch.dict(dispatch.FUNCTIONS, fused if on_accelerator else {}):
+def packages_stood_for() -> Iterator[None]:
+    """Let calls of these kernels be flash attention's operator inside."""
+    fused = {name: _or(function) for name, function in dispatch.FUNCTIONS.items() if name in PACKAGES}
+    with mock.patch.dict(dispatch.FUNCTIONS, fused):
         yield
 
 
