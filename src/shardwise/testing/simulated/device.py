@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat import accelerator
 from shardwise._torch_compat.simulated import (
     UNNAMED,
     SimulatedFakeMode,
@@ -241,7 +242,7 @@ def _register() -> None:
         return
     if name != UNNAMED:
         raise MachineError(f"this process has the device {name!r} from outside of torch, and torch takes one")
-    if torch.cuda.is_initialized():
+    if accelerator.is_accelerator(accelerator.entered()):
         raise MachineError("this process computes on a GPU, which torch would forget; simulate in a process of its own")
     own = torch.accelerator.current_accelerator()
     register_backend(SIMULATED, module)
