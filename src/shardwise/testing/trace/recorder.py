@@ -245,7 +245,7 @@ class RankRecorder(TorchDispatchMode):
         if self._has_host and not all(map(self._storages.counts, tensors)):
             copies = copies_of(func, args, kwargs or {})
             if copies:
-                self._copied(copies, output, tensors)
+                self._copied(copies, output)
                 return output
             if not any(map(self._storages.counts, tensors)):
                 self._on_host(work)
@@ -253,8 +253,8 @@ class RankRecorder(TorchDispatchMode):
         self._operator(work, UPDATE if self.updating else "backward" if in_backward else "forward")
         return output
 
-    def _copied(self, copies: Sequence[HostCopy], output: Any, tensors: Sequence[Tensor]) -> None:
-        """Note copies between accelerator and host; one that makes its tensor has it as its output."""
+    def _copied(self, copies: Sequence[HostCopy], output: Any) -> None:
+        """Note copies between accelerator and host; one that makes its host tensor has it as its output."""
         self.close()
         stream = current_simulated_stream().stream_id
         for copy in copies:
@@ -270,9 +270,9 @@ class RankRecorder(TorchDispatchMode):
             self._host_bytes += work[1]
 
     def _awaited(self, stream: int | None, clock: Mapping[int, int]) -> None:
-        """Note that a stream, or the host, waits for copies; waits for computation alone are of FSDP2's streams."""
+        """Note that a stream, or the host, waits for others."""
         awaited = tuple((number, done) for number, done in clock.items() if done or stream not in (None, 0))
-        if not self.noting or (stream is None and not awaited):
+        if not self.noting or not awaited:
             return
         self.close()
         waiter = stream if stream is not None else THREAD_WAITS if self._beside else HOST_WAITS
