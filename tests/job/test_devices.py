@@ -10,7 +10,7 @@ import torch
 
 import shardwise
 from shardwise._torch_compat import accelerator
-from shardwise.job.devices import CPU, KINDS, Feature, copies_aside, default_device_type, device_kind
+from shardwise.job.devices import CPU, KINDS, Feature, default_device_type, device_kind
 from shardwise.job.schema import Device, Job
 from shardwise.plan.plan import World, resolve
 from tests.plan.rules.jobs import FACTS
@@ -56,11 +56,6 @@ def test_no_other_file_asks_for_cuda_by_name() -> None:
 def test_a_plan_takes_backend_and_dtype_from_the_record(device: str, backend: str, compute: str) -> None:
     plan = resolve(Job.model_validate({"parallel": {"device": device}}), World(4, device, 4), FACTS)
     assert (plan.backend, plan.dtypes.compute) == (backend, compute)
-
-
-def test_one_process_of_a_mac_is_planned() -> None:
-    plan = resolve(Job.model_validate({"parallel": {"device": "mps"}}), World(1, "mps", 1), FACTS)
-    assert (plan.backend, plan.dtypes.compute, copies_aside("mps")) == ("gloo", "fp32", False)
 
 
 def test_auto_takes_a_gpu_that_is_no_apple_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,9 +102,9 @@ KINDS = (
     DeviceKind(
         MPS, "GPUs of Apple", "gloo", "fp32", 4096,
         flops_a_byte=1000.0,
-        is_default=False, tried="nothing",
+        is_default=False, tried="nothing: refused",
         lacks={
-            Feature.RANKS: "torch has no collectives of MPS tensors; one process computes there",
+            Feature.RANKS: "torch has no collectives of MPS tensors",
             Feature.ENGINE: "there is one process",
             Feature.TWO_LEVELS: "there is one process",
             Feature.FP64: "Metal has no fp64",

@@ -11,15 +11,12 @@ from tests.plan.rules.jobs import CUDA4, FACTS, case
 
 CASES = {
     "device": case({"parallel": {"device": "cuda"}}, {"parallel": {"device": "cpu"}}, "run on cpu"),
-    "device-ranks": case(
-        {"parallel": {"device": "mps"}},
-        {"parallel": {"device": "mps"}},
-        "one process computes there, and the ranks run on mps; use workers 1",
-        World(4, "mps", 4),
-        legal_world=World(1, "mps", 1),
-    ),
     "device-fp64": case(
-        {"precision": {"compute": "fp64"}}, {"precision": {"compute": "fp32"}}, "Metal has no fp64", World(1, "mps", 1)
+        {"parallel": {"device": "mps"}},
+        {"parallel": {"device": "auto"}},
+        "summed in fp64: Metal has no fp64, and the ranks run on mps; use device cpu",
+        World(1, "mps", 1),
+        legal_world=World(1, "cpu", 1),
     ),
     "two-levels": case(
         {"parallel": {"collective_algorithm": "two_level"}},
