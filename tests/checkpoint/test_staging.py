@@ -206,8 +206,8 @@ def collect_late(staging: Staging, blocks: list[bytes]) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What staging asks of a GPU, where none is."""
     monkeypatch.setattr("shardwise.checkpoint.staging._aligned", lambda pinned: _aligned(False))
-    for name in ("Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(record=int, synchronize=int))
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=int), synchronize=int)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -112,7 +112,7 @@ def test_ranks_of_a_launcher_tell_one_another_which_gpu_they_see(world_pool: Wor
 
 def test_gpus_are_dealt_out_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     shown_gpus(monkeypatch, 2)
-    assert [process_groups._gpu(place(rank, 4, 4)) for rank in range(4)] == [0, 1, 0, 1]
+    assert [process_groups._gpu("cuda", place(rank, 4, 4)) for rank in range(4)] == [0, 1, 0, 1]
     shown_gpus(monkeypatch, 0)
     with pytest.raises(MachineError, match=r"finds no GPU.*parallel\.device to cpu"):
         process_groups._device("cuda", place(0, 1, 1))
