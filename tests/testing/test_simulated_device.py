@@ -19,7 +19,7 @@ from shardwise._torch_compat.groups import fake_store
 from shardwise._torch_compat.tracing import asks_for_values
 from shardwise.errors import MachineError
 from shardwise.testing.simulated.device import Simulation, module, simulated_device
-from shardwise.testing.simulated.discipline import Discipline, DisciplineError, DisciplineMode, Kind
+from shardwise.testing.simulated.discipline import Discipline, DisciplineError, DisciplineMode, FaultKind
 from tests.fork_server import call
 
 DEVICE = "simulated"
@@ -201,26 +201,26 @@ def keeps_a_gradient() -> None:
     KEPT.append(torch.empty(3, device=DEVICE))  # fault
 
 
-FAULTS: dict[Callable[[], None], Kind] = {
+FAULTS: dict[Callable[[], None], FaultKind] = {
     **dict.fromkeys(
         (reads_a_value, reads_a_condition, finds_nonzero, selects_by_mask, repeats_to_an_unknown_length, compares,
          copies_to_host, copies_into_host,
          copies_pageable_to_device, waits_for_the_device, waits_for_a_stream, waits_for_an_event, reads_in_backward),
-        Kind.HOST_WAITS,
+        FaultKind.HOST_WAITS,
     ),
-    **dict.fromkeys((prefetches_unpinned, fetches_to_unpinned, fetches_many_to_unpinned), Kind.NOT_PINNED),
+    **dict.fromkeys((prefetches_unpinned, fetches_to_unpinned, fetches_many_to_unpinned), FaultKind.NOT_PINNED),
     **dict.fromkeys(
         (reads_too_early, reads_what_to_made_too_early, waits_for_another_stream, overwrites_what_is_copied,
          gives_numpy_too_early),
-        Kind.TOO_EARLY,
+        FaultKind.TOO_EARLY,
     ),
     **dict.fromkeys(
         (makes_a_tensor_of_values, indexes_by_a_list, indexes_by_a_host_tensor, writes_by_a_host_index),
-        Kind.MADE_ON_HOST,
+        FaultKind.MADE_ON_HOST,
     ),
-    attends_as_a_cpu: Kind.CPU_ONLY,
-    keeps_a_loss: Kind.OUTLIVES,
-    keeps_a_gradient: Kind.OUTLIVES,
+    attends_as_a_cpu: FaultKind.CPU_ONLY,
+    keeps_a_loss: FaultKind.OUTLIVES,
+    keeps_a_gradient: FaultKind.OUTLIVES,
 }  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def test_a_fault_is_found_at_its_line(body: Callable[[], None]) -> None:
 
 def test_a_fault_is_found_in_a_recomputed_forward() -> None:
     body = reads_in_a_recomputed_forward
-    assert call(faults_of, body) == 2 * [(Kind.HOST_WAITS, line_of(body))]
+    assert call(faults_of, body) == 2 * [(FaultKind.HOST_WAITS, line_of(body))]
 
 
 def test_the_first_fault_may_end_the_step() -> None:
@@ -256,8 +256,8 @@ def test_the_first_fault_may_end_the_step() -> None:
         call(faults_of, reads_a_value, raises=True)
 
 
-def test_faults_of_allowed_functions_are_meant() -> None:
-    assert call(faults_of, reads_a_value, allowed=["reads_a_value"]) == []
+def test_faults_of_exempt_functions_are_left_out() -> None:
+    assert call(faults_of, reads_a_value, exempt=["reads_a_value"]) == []
 
 
 def mixed(*shape: int) -> str:

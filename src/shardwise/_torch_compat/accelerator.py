@@ -84,13 +84,6 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
-def recorded_event(device: torch.device) -> torch.Event:
-    """Return an event that has come when the accelerator is done with all that it was given so far."""
-    event = torch.Event(device)
-    event.record(current_stream(device))
-    return event
-
-
 # --- generators
 
 

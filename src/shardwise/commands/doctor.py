@@ -291,7 +291,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         device = accelerator.module_of(kind.name).get_device_properties(index)
         yield f"{kind.name}:{index}", f"{device.name}, {device.total_memory / GIB:.0f} GiB"
     for feature in kind.lacks:
-        yield "not here", f"{feature}: {kind.supports(feature).reason}"
+        yield "lacks", f"{feature}: {kind.supports(feature).reason}"
 
 
 def _backends() -> Iterator[tuple[str, str]]:

@@ -18,7 +18,6 @@ CPU, CUDA, XPU, MPS = "cpu", "cuda", "xpu", "mps"
 class Feature(StrEnum):
     """Something that some kinds of devices can do and others cannot."""
 
-    RANKS = "several ranks"
     ENGINE = "the native engine's collectives"
     TWO_LEVELS = "two-level collectives"
     FP64 = "fp64"
@@ -104,7 +103,6 @@ KINDS = (
         flops_a_byte=1000.0,
         is_default=False, tried="nothing: refused",
         lacks={
-            Feature.RANKS: "torch has no collectives of MPS tensors",
             Feature.ENGINE: "there is one process",
             Feature.TWO_LEVELS: "there is one process",
             Feature.FP64: "Metal has no fp64",
@@ -126,7 +124,7 @@ def device_kind(device_type: str) -> DeviceKind:
 
 
 def add_device_kind(kind: DeviceKind) -> None:
-    """Let `device_kind` know a type that torch has been given from outside, as tests do."""
+    """Let `device_kind` know a type that torch has been given from outside, as that of a trace."""
     _kinds[kind.name] = kind
 
 

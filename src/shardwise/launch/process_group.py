@@ -175,7 +175,7 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
     if registration.BACKEND in parts:
         registration.register()
     hierarchical.register_two_levels(*parts)
-    if backend == device_kind(device.type).backend and accelerator.is_accelerator(device) and backend != "gloo":
+    if accelerator.is_accelerator(device) and backend == device_kind(device.type).backend:
         # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
         # default one by all ranks together, and a layout makes its groups on their members alone.
         backend = f"cpu:gloo,{device.type}:{backend}"

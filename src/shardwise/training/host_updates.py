@@ -110,7 +110,7 @@ class HostParameter:
         """The storage of the gradient: that of all gradients of a unit of FSDP2, which have one version together."""
         gradient = self.entry.local_gradient
         assert gradient is not None
-        return id(gradient.untyped_storage())
+        return _place(gradient)[0]
 
     def seen_again(self) -> None:
         """Note that the gradient is still what was copied, whatever its version; unless it was forgotten."""

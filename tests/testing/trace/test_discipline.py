@@ -1,7 +1,7 @@
 """A step uses its accelerator as it should, in every axis, precision, memory policy, optimizer and objective.
 
 What a rank does with a simulated accelerator is seen operator by operator: the host may wait for it, or bring it
-values, in the places alone that `meant` names, and at those reads that a step counts.
+values, in the places alone that `exempt` names, and at those reads that a step counts.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -38,16 +37,15 @@ from shardwise._torch_compat.simulated import (
 )
 from shardwise._torch_compat.tracing import DataDependentOutputException, FakeTensor, TorchDispatchMode, tree_leaves
 from shardwise.observe.memory import storages_of, tensors_of
+from shardwise.testing.places import PACKAGE, TORCH, frames, shown_place
 from shardwise.testing.simulated.streams import SIMULATED, current_simulated_stream, timeline
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_OWN = tuple(f"{_PACKAGE}{folder}{os.sep}" for folder in ("_torch_compat", "testing/simulated", "testing/trace"))
+_OWN = tuple(f"{PACKAGE}{folder}{os.sep}" for folder in ("_torch_compat", "testing/simulated", "testing/trace"))
 _WRAPPERS = ("contextlib.py", "mock.py")
 _HOST = "cpu"
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """A kind of fault."""
 
     HOST_WAITS = "the host waits for the device"
@@ -58,19 +56,19 @@ class Kind(StrEnum):
     CPU_ONLY = "an operator that only a CPU has"
 
 
-IN_STEPS = (Kind.HOST_WAITS, Kind.MADE_ON_HOST)  # outside of steps they cost little
+IN_STEPS = (FaultKind.HOST_WAITS, FaultKind.MADE_ON_HOST)  # outside of steps they cost little
 
 
-class Fault(NamedTuple):
+class DeviceFault(NamedTuple):
     """A fault.
 
     Attributes:
         what: the operator, or the method.
-        place: the last two names of the file and the line, of the nearest frame outside of torch.
+        place: file and line of the nearest frame outside of torch.
         function: that frame's, with its class.
     """
 
-    kind: Kind
+    kind: FaultKind
     what: str
     place: str
     function: str
@@ -104,11 +102,10 @@ class _Place(NamedTuple):
     code: CodeType | None
     line: int
 
-    def fault(self, kind: Kind, what: str) -> Fault:
+    def fault(self, kind: FaultKind, what: str) -> DeviceFault:
         if self.code is None:
-            return Fault(kind, what, "", "")
-        short = os.sep.join(self.code.co_filename.split(os.sep)[-2:])
-        return Fault(kind, what, f"{short}:{self.line}", self.code.co_qualname)
+            return DeviceFault(kind, what, "", "")
+        return DeviceFault(kind, what, shown_place(self.code.co_filename, self.line), self.code.co_qualname)
 
 
 class _Made(NamedTuple):
@@ -121,21 +118,21 @@ class Discipline:
     """Notes faults of what is done with the simulated device while `listening`.
 
     Args:
-        allowed: functions whose faults are meant, as `HostParameter.arrive`.
+        exempt: functions whose faults have to be, as `HostParameter.arrive`.
         raises: raise DisciplineError at the first one.
 
     Attributes:
         faults: that were noted, in order, each time.
     """
 
-    def __init__(self, allowed: Collection[str] = (), raises: bool = False) -> None:
-        self.faults: list[Fault] = []
-        self._allowed, self._raises = frozenset(allowed), raises
+    def __init__(self, exempt: Collection[str] = (), raises: bool = False) -> None:
+        self.faults: list[DeviceFault] = []
+        self._exempt, self._raises = frozenset(exempt), raises
         self._in_step = False
         self._running: dict[int, list[_Running]] = {}
         self._made: dict[int, _Made] = {}
 
-    def counts(self) -> Counter[Kind]:
+    def counts(self) -> Counter[FaultKind]:
         """Return how many faults there are of each kind."""
         return Counter(fault.kind for fault in self.faults)
 
@@ -182,7 +179,7 @@ class Discipline:
         if on_device and not copies:
             self._see_waits(func, args, kwargs)
             if is_of_cpus(func):
-                self._note(Kind.CPU_ONLY, str(func))
+                self._note(FaultKind.CPU_ONLY, str(func))
 
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """See what an operator has returned."""
@@ -197,19 +194,19 @@ class Discipline:
     # ---- waits
 
     def _waited(self, words: str) -> None:
-        self._note(Kind.HOST_WAITS, words)
+        self._note(FaultKind.HOST_WAITS, words)
 
     def _see_waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func.overloadpacket in INDEXING:
             indices = [index for index in args[1] if isinstance(index, Tensor)]
             if _is_on_device(args[0]) and any(index.device.type == _HOST for index in indices):
-                self._note(Kind.MADE_ON_HOST, f"{func} by an index of the host")
+                self._note(FaultKind.MADE_ON_HOST, f"{func} by an index of the host")
             waits = any(_is_on_device(index) and index.dtype in (torch.bool, torch.uint8) for index in indices)
         else:
             waits = not WAITS_FOR_VALUES.isdisjoint(func.tags) and kwargs.get("output_size") is None
         if waits:
             timeline.host_learns(timeline.clock(current_simulated_stream().stream_id))
-            self._note(Kind.HOST_WAITS, str(func))
+            self._note(FaultKind.HOST_WAITS, str(func))
 
     # ---- copies
 
@@ -221,11 +218,11 @@ class Discipline:
         if copy.waits:
             timeline.host_learns(timeline.clock(stream))
         if copy.host is not None and is_of_values(copy.host) and (copy.waits or not pinned):
-            self._note(Kind.MADE_ON_HOST, f"{func} of values of Python's")
+            self._note(FaultKind.MADE_ON_HOST, f"{func} of values of Python's")
         elif copy.waits:
-            self._note(Kind.HOST_WAITS, f"{func} to the {'host' if copy.to_host else 'device'}")
+            self._note(FaultKind.HOST_WAITS, f"{func} to the {'host' if copy.to_host else 'device'}")
         elif not pinned:
-            self._note(Kind.NOT_PINNED, str(func))
+            self._note(FaultKind.NOT_PINNED, str(func))
         elif copy.host is not None:
             self._start(copy.host, writes=copy.to_host)
 
@@ -253,7 +250,7 @@ class Discipline:
             running = [one for one in self._running.get(id(storage), ()) if one.storage() is storage]
             still = [one for one in running if not timeline.is_done(one.stream, one.operation, stream)]
             if any(one.writes or writes for one in still):
-                self._note(Kind.TOO_EARLY, what)
+                self._note(FaultKind.TOO_EARLY, what)
             left = [one for one in running if not timeline.is_done(one.stream, one.operation, None)]
             self._running.pop(id(storage), None)
             if left:
@@ -278,15 +275,15 @@ class Discipline:
         kept = {id(storage) for root in keeps for tensor in tensors_of(root) for storage in storages_of(tensor)}
         for key, made in self._made.items():
             if key not in kept and _alive(made):
-                self._add(made.place.fault(Kind.OUTLIVES, made.what))
+                self._add(made.place.fault(FaultKind.OUTLIVES, made.what))
         self._made.clear()
 
-    def _note(self, kind: Kind, what: str) -> None:
+    def _note(self, kind: FaultKind, what: str) -> None:
         if self._in_step or kind not in IN_STEPS:
             self._add(_place().fault(kind, what))
 
-    def _add(self, fault: Fault) -> None:
-        if fault.function in self._allowed:
+    def _add(self, fault: DeviceFault) -> None:
+        if fault.function in self._exempt:
             return
         self.faults.append(fault)
         if self._raises:
@@ -364,10 +361,8 @@ def _alive(made: _Made) -> bool:
 
 def _place() -> _Place:
     """Return the nearest line that is neither torch's nor of what simulates and traces."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames(sys._getframe(1)):
         file = frame.f_code.co_filename
-        if not (file.startswith((_TORCH, *_OWN, "<")) or file.endswith(_WRAPPERS)):
+        if not (file.startswith((TORCH, *_OWN, "<")) or file.endswith(_WRAPPERS)):
             return _Place(frame.f_code, frame.f_lineno)
-        frame = frame.f_back
     return _Place(None, 0)

@@ -115,7 +115,7 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
     )
 
 
-def meant(plan: Plan) -> tuple[str, ...]:
+def exempt(plan: Plan) -> tuple[str, ...]:
     """Return the functions of a step in which a host waits for its accelerator, or gives it values, because it has to.
 
     All ranks agree on counts ahead of a step, and on loss and norm behind it. Updates in host memory wait for their
@@ -191,7 +191,7 @@ def _trace(
             model.reference = frozen_copy(model, lambda: fake)
     modules = [part.module for built in (model, model.reference) if built is not None for part in built.parts]
     named = {name: module for whole in modules for name, module in whole.named_modules()}
-    recorder = RankRecorder(layout, named, storages, meant(plan))
+    recorder = RankRecorder(layout, named, storages, exempt(plan))
     with fake, _threads_seen(recorder):
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
         storages.own(WEIGHTS, *modules)

@@ -42,6 +42,7 @@ from shardwise.job.devices import CPU
 from shardwise.job.objects import is_users_file
 from shardwise.observe.memory import storages_of
 from shardwise.parallel.layout import Layout
+from shardwise.testing.places import PACKAGE, TORCH, frames, place_of
 from shardwise.testing.simulated.discipline import Discipline, HostCopy, copies_of
 from shardwise.testing.simulated.streams import current_simulated_stream, timeline
 from shardwise.testing.trace.program import (
@@ -64,8 +65,6 @@ from shardwise.testing.trace.program import (
 from shardwise.testing.trace.storages import GRADIENTS, SHARDING, Storages
 from shardwise.testing.trace.work import BYTES, grouped_shape, work_of
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
-PACKAGE = str(Path(__file__).parents[2]) + os.sep
 OWN = (str(Path(__file__).parent), f"{PACKAGE}_torch_compat", f"{PACKAGE}collectives{os.sep}names.py")
 COLLECTIVES = f"{PACKAGE}collectives"
 WRAPPERS = ("__torch_function__", "__torch_dispatch__", "_fn", "resized")
@@ -88,7 +87,7 @@ class RankRecorder(TorchDispatchMode):
         layout: where the rank stands; its groups are known.
         modules: of the rank, whose names say which block issues a collective.
         storages: count the memory of what the rank computes on.
-        meant: functions that use the accelerator as a step should not, and have to.
+        exempt: functions that use the accelerator as a step should not, and have to.
 
     Attributes:
         discipline: has the faults of a simulated accelerator's step.
@@ -104,7 +103,7 @@ class RankRecorder(TorchDispatchMode):
         layout: Layout,
         modules: Mapping[str, nn.Module],
         storages: Storages,
-        meant: Collection[str] = (),
+        exempt: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.entries: list[Entry] = []
@@ -121,7 +120,7 @@ class RankRecorder(TorchDispatchMode):
         self._works: list[FinishedWork] = []  # torch holds what Python has made of a work weakly
         self._work: Counter[tuple[str | int, ...]] = Counter()
         self._launches, self._phase = 0, "forward"
-        self.discipline = Discipline(meant)
+        self.discipline = Discipline(exempt)
         self._has_host = storages.device_type != CPU  # apart from what it computes on
         self._host_bytes, self._beside = 0, False
 
@@ -217,7 +216,7 @@ class RankRecorder(TorchDispatchMode):
         self.operators += 1
         in_backward = runs_backward()
         self._storages.turn(in_backward)
-        if self._has_host:
+        if self._has_host and self.noting:
             self.discipline.before(func, args, kwargs or {})
         if func is read_scalar:
             return self._read(func, args)
@@ -227,7 +226,7 @@ class RankRecorder(TorchDispatchMode):
             output = (args[0], None) if self._collectives[func] else None
         else:
             output = func(*args, **(kwargs or {}))
-        if self._has_host:
+        if self._has_host and self.noting:
             self.discipline.after(func, args, kwargs or {}, output)
         if func.is_view:  # type: ignore[attr-defined]
             return output  # no memory and no kernel
@@ -401,7 +400,7 @@ class RankRecorder(TorchDispatchMode):
     def _origin(self) -> tuple[str, str]:
         """Return (the module that runs, the lines of code that issue what is dispatched, the outer one first)."""
         block, lines = "", [""]
-        for frame in _frames(sys._getframe(2)):
+        for frame in frames(sys._getframe(2)):
             code = frame.f_code
             if not block and code.co_name == "_call_impl":
                 block = self._names.get(frame.f_locals["self"], "")
@@ -428,30 +427,17 @@ def _is_for_copies(wait: CopyWait, copying: Set[int]) -> bool:
     return wait.waiter < 0 and any(stream in copying for stream, _ in wait.streams)
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _is_ours(file: str) -> bool:
     return file.startswith(TORCH) or file.startswith(OWN) or file.endswith(("contextlib.py", "mock.py"))
 
 
 def _caller() -> FrameType:
     """Return the frame that has called an operator: the first below that is neither torch's nor of a mode."""
-    for frame in _frames(sys._getframe(2)):
+    for frame in frames(sys._getframe(2)):
         code = frame.f_code
         if not (code.co_filename.startswith(TORCH) or code.co_filename == __file__ or code.co_name in WRAPPERS):
             return frame
     return sys._getframe(2)
-
-
-def place_of(frame: FrameType) -> str:
-    """Return the last two names of a frame's file, and its line."""
-    file = frame.f_code.co_filename
-    short = file.removeprefix(PACKAGE) if file.startswith(PACKAGE) else os.sep.join(file.split(os.sep)[-2:])
-    return f"{short}:{frame.f_lineno}"
 
 
 def _same(one: Any, other: Any) -> bool:
