@@ -93,10 +93,12 @@ def _reasons(cells: Sequence[CoverageCell]) -> Iterator[str]:
 
 
 def _kind(cell: CoverageCell) -> str:
-    """Return a refusal's reason without the key, the way out, and the names of this type and its modules."""
+    """Return a refusal's reason without the key, the way out, lines of code, and names of this type and its modules."""
     reason = cell.reason.partition(": ")[2] or cell.reason
     reason = reason.partition("; ")[0]
+    reason = re.sub(r" \([^()]*\.py:\d+\)", "", reason)  # a place in this machine's transformers, which doctor says
     reason = re.sub(r"'[\w.]+'", "a module", reason)
+    reason = re.sub(r"\b\w+(For[A-Z]\w+|LMHeadModel)\b", "the model", reason)
     return re.sub(rf"\b{re.escape(cell.model_type)}\b", "the type", reason)
 
 
