@@ -18,10 +18,12 @@ from shardwise.model import registry
 from shardwise.model import tensor_plan as plans
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover, find_block_lists
+from shardwise.model.facts import ModelFacts
 from shardwise.model.family import Family
 from shardwise.model.probe import probe_forward
 from shardwise.model.registry import known_families
 from shardwise.model.split_rules import COLUMN, ROW
+from shardwise.model.tensor_split import TensorSplit
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import toy_config
 from tests.parity.jobs import TENSOR_CONFIGS
@@ -72,7 +74,7 @@ def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
     assert _refusal(model("codegen"))  # transformers 5.17 has no plan, 5.24 has one for some degrees
     assert "slow_but_exact" in _refusal(model("bloom", slow_but_exact=True, pretraining_tp=2))
     assert _refusal(nn.Linear(2, 2)).startswith("a module of model.factory")
-    assert "rowwise_split_input, which is not built yet" in _refusal(model("olmoe", intermediate_size=8))
+    assert "packed_rowwise, which is not built yet" in _refusal(model("aria_text", intermediate_size=8))
 
 
 @pytest.mark.parametrize("family", OWN_SPLITS)
@@ -149,11 +151,11 @@ def _in_turns(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
 
 def test_where_there_is_no_plan_layers_are_split_by_outputs() -> None:
-    """Linear layers that run, whose weights nothing else reads, and that are no routers."""
+    """Linear layers that run, whose weights nothing else reads, and that are no routers: OLMoE's plan has no others."""
     small = {**SMALL, "hidden_size": 32, "intermediate_size": 24, "num_experts": 20, "num_experts_per_tok": 2}
     job = Job.model_validate({"model": {"config": {"model_type": "olmoe", **small}}})
     facts = discover(build_model(job), job)
-    assert "rowwise_split_input, which is not built yet" in facts.heads_whole and facts.supports(Axis.TENSOR).ok
+    assert facts.heads_whole == "the plan for olmoe leaves its attention whole" and facts.supports(Axis.TENSOR).ok
     kinds = {name.removeprefix("model.layers.0."): split.kind for name, split in facts.tensor_splits.items()}
     names = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")]
     assert kinds == {**dict.fromkeys(names, "gathered"), "mlp.experts": "experts"}
@@ -164,6 +166,60 @@ def test_where_there_is_no_plan_layers_are_split_by_outputs() -> None:
             World(64, "cpu", 64),
             facts,
         )
+
+
+def _kinds_of(model_type: str, block: int) -> tuple[ModelFacts, dict[str, str]]:
+    """Return the facts of a toy, and the kinds of splits in one of its blocks, by the module's name there."""
+    job = Job.model_validate({"model": {"config": toy_config(model_type, experts_implementation="eager")}})
+    facts = discover(build_model(job), job)
+    start = f"{facts.blocks[block].name}."
+    splits = facts.tensor_splits.items()
+    return facts, {name.removeprefix(start): split.kind for name, split in splits if name.startswith(start)}
+
+
+def test_latent_attention_is_split_by_heads_whatever_the_plan_says() -> None:
+    """Transformers' plan for DeepSeek-V3 leaves it whole; an indexer (V3.2) is whole on each rank."""
+    facts, kinds = _kinds_of("deepseek_v3", 0)
+    attention = {name: kind for name, kind in kinds.items() if name.startswith("self_attn")}
+    whole = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    of_heads = {"q_b_proj": "column", "kv_b_proj": "column", "o_proj": "row"}
+    expected = dict.fromkeys(whole, "partial") | of_heads
+    assert attention == {f"self_attn.{name}": kind for name, kind in expected.items()}
+    assert not facts.heads_whole
+    facts, kinds = _kinds_of("deepseek_v32", 0)
+    assert kinds["self_attn.indexer.wk"] == "partial" and not facts.heads_whole
+
+
+def test_latent_attention_beside_anything_else_stays_whole() -> None:
+    job = Job.model_validate({"model": {"config": toy_config("deepseek_v3")}})
+    made: Any = build_model(job)
+    for block in made.model.layers:
+        block.self_attn.sinks = nn.Parameter(torch.empty(4, device="meta"))
+    facts = discover(made, job)
+    kinds = {facts.tensor_splits[f"model.layers.0.self_attn.{name}"].kind for name in ("q_b_proj", "o_proj")}
+    assert kinds == {"gathered"} and "leaves its attention whole" in facts.heads_whole
+
+
+def test_layers_that_no_region_covers_are_split_by_outputs() -> None:
+    """A hybrid: heads and MLPs as its plan says, the linear attention of other blocks by outputs."""
+    facts, kinds = _kinds_of("qwen3_next", 0)
+    assert kinds["linear_attn.out_proj"] == "gathered" and kinds["mlp.shared_expert.up_proj"] == "column"
+    attending = {split.kind for name, split in facts.tensor_splits.items() if ".self_attn." in name}
+    assert attending == {"column", "row", "partial"} and not facts.heads_whole
+
+
+def test_plans_that_cannot_be_right_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gathers inside of a region, and one that shares the heads of some blocks alone."""
+    rules = {f"layers.*.{name}": COLUMN for name in ("self_attn.q_proj", "self_attn.k_proj")}
+    rules |= {"layers.*.self_attn.v_proj": TensorSplit("gathered"), "layers.*.self_attn.o_proj": ROW}
+    llama = model("llama", intermediate_size=12)
+    _give_record(monkeypatch, Family(("llama",), tensor_splits=rules))
+    assert "v_proj' of llama is gathered between layers whose parts stay apart" in _refusal(llama)
+    assert plans.heads_kept_whole({"0.attention.q": COLUMN}, ("0.attention", "1.attention")) is None
+    assert plans.heads_kept_whole({"0.mlp.up": COLUMN}, ("0.attention",)) is True
+    assert plans.heads_kept_whole({"0.attention.q": COLUMN}, ("0.attention", "")) is False
+    assert plans.heads_kept_whole({"0.attention.q": COLUMN}, ()) is False
+    assert plans.heads_kept_whole({"0.experts": TensorSplit("experts")}, ()) is True
 
 
 def test_ranks_that_would_draw_other_numbers_are_refused() -> None:

@@ -36,6 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "dots1", **COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
         "moe_intermediate_size": 8, "first_k_dense_replace": 1, "head_dim": 8, "n_group": 1, "topk_group": 1,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", **COMMON, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    },
 }  # fmt: skip
 FP32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"name": "SGD", "learning_rate": 0.1}}
 TWO: dict[str, Any] = {"pipeline_parallel_degree": 2}
@@ -43,6 +48,7 @@ CONTEXT: dict[str, Any] = {"context_parallel_degree": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
 NOISE = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
+DROPPED = {"attention_dropout": 0.1}
 # 13 features are shared unevenly, and fp64 is computed, where experts are not grouped.
 UNGROUPED = {"experts_implementation": "batched_mm", "intermediate_size": 13}
 FP64: dict[str, Any] = {"precision": {"compute": "fp64"}, "optimizer": {"name": "AdamW"}}
@@ -77,6 +83,9 @@ SLOW = [
     ("qwen3_moe", 2, {"parallel": SEQUENCE, "config": {"mlp_only_layers": [0]}}),
     *((family, 2, {"parallel": parallel}) for family in ("glm4_moe", "dots1")
       for parallel in (TENSOR, SEQUENCE)),
+    ("deepseek_v3", 4, {"parallel": {**SEQUENCE, "sharded_data_parallel_degree": 2}, "config": DROPPED}),
+    ("deepseek_v3", 4, {"parallel": {**TENSOR, **TWO}, "config": {**DROPPED, "q_lora_rank": None}}),
+    ("deepseek_v3", 4, {"parallel": {**TENSOR, **CONTEXT}, "memory": {"activation_checkpointing": "full"}}),
 ]  # fmt: skip
 CASES = [
     ("mixtral", 2, {"parallel": TWO}),
@@ -84,6 +93,7 @@ CASES = [
     ("mixtral", 4, {"parallel": {**SEQUENCE, "sharded_data_parallel_degree": 2}, "config": NOISE}),
     ("mixtral", 4, {"parallel": {**TENSOR, **TWO}, "config": {**UNGROUPED, **NOISE}, **FP64}),
     ("qwen3_moe", 2, {"parallel": TENSOR, "config": {"mlp_only_layers": [0]}}),
+    ("deepseek_v3", 2, {"parallel": TENSOR, "config": {**DROPPED, "experts_implementation": "eager"}, **FP64}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 

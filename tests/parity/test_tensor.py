@@ -112,7 +112,7 @@ def test_a_t5_of_a_config_agrees_with_one_process(
     check_agrees(world_pool, ranks, span_job(corpora, **settings))
 
 
-# Models whose heads stay whole: two stacks, fused projections, latent attention with experts; dropout of attention too.
+# Models whose heads stay whole: two stacks, fused projections; dropout of attention too.
 GATHERED = [
     ("seq2seq_lm", "bart", 2, {"parallel": TWO}),
     ("masked_lm", "electra", 4, {"parallel": {**TWO, "pipeline_parallel_degree": 2}}),

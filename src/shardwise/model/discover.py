@@ -64,7 +64,14 @@ from shardwise.model.rehearsal import reads_absent_weights, rehearse_stage
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.split_forward import find_split_forward
 from shardwise.model.stage_cut import stage_facts
-from shardwise.model.tensor_plan import gathered_splits, sequence_capability, tensor_plan, vocabulary_parameters
+from shardwise.model.tensor_plan import (
+    completed,
+    gathered_splits,
+    heads_kept_whole,
+    sequence_capability,
+    tensor_plan,
+    vocabulary_parameters,
+)
 from shardwise.model.tensor_split import TensorSplit
 from shardwise.model.user_state import user_state_kept
 from shardwise.model.weight_dtypes import with_weight_dtypes
@@ -181,15 +188,21 @@ def _tensor_plan(
 ) -> tuple[dict[str, TensorSplit], Capability, str]:
     """Return how modules can be split over tensor ranks, and why heads stay whole where they do.
 
-    Heads are shared where they are counted alike in all layers.
+    Heads are shared where they are counted alike in all layers, and in all of their attention.
     """
     if forward.draws_on_activations and isinstance(model, PreTrainedModel):
         return {}, refused(f"the forward of {config.model_type} draws random numbers, others on each tensor rank"), ""
     splits, capability = tensor_plan(model)
     if getattr(config, "is_heterogeneous", False):
         capability = refused(f"the layers of {config.model_type} differ in size")
-    if capability.ok or not isinstance(model, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):
         return splits, capability, ""
+    heads_whole = heads_kept_whole(splits, forward.attention)
+    if capability.ok and heads_whole is None:
+        capability = refused(f"the plan for {config.model_type} splits heads in some of its layers alone")
+    if capability.ok:
+        why = f"the plan for {config.model_type} leaves its attention whole" if heads_whole else ""
+        return completed(model, splits, forward.called_linears), capability, why
     gathered = gathered_splits(model, forward.called_linears)
     has_linears = any(split.kind == "gathered" for split in gathered.values())
     return (gathered, SUPPORTED, capability.reason) if has_linears else (splits, capability, "")

@@ -276,7 +276,7 @@ class ModelFacts:
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
-    heads_whole: str = ""  # why outputs of split layers are gathered, and no heads or inner features split; else empty
+    heads_whole: str = ""  # why each tensor rank has all heads of attention; empty where they are split
     vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
     per_head_arguments: tuple[str, ...] = ()  # of its attention modules, made for all heads

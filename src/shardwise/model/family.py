@@ -58,8 +58,6 @@ class Family:
         tensor_refusal: config -> why a model cannot be split all the same; empty where it can.
         per_head_arguments: arguments of its attention modules that the model makes for all heads, [B, heads, ...] or
             [B*heads, 1, S].
-        experts: whether heads are shared beside its experts, which tests hold against one process; else all is split
-            by outputs.
         block: what the shapes of its blocks' parameters do not show.
         settle: (model on the meta device, tokens of a sequence) -> None: does ahead what its forward would do to
             modules or weights, which ranks that hold a part of them cannot.
@@ -73,7 +71,6 @@ class Family:
     refine_splits: Callable[[Any, dict[str, TensorSplit]], dict[str, TensorSplit]] | None = None
     tensor_refusal: Callable[[Any], str] | None = None
     per_head_arguments: tuple[str, ...] = ()
-    experts: bool = False
     block: BlockTraits = PLAIN_BLOCK
     settle: Callable[[nn.Module, int], None] | None = None
     unfit_dtypes: Mapping[str, str] = field(default_factory=dict)

@@ -5,9 +5,9 @@ its partial outputs are summed (Megatron-LM, arXiv 1909.08053, section 3). What 
 inner activations of an MLP - exists in parts only, so every pair begins and ends inside one module, the *region*.
 Stacked experts are a region by themselves: what the router gives them enters it, and the router stays outside, whole.
 
-Where neither says which layers belong together, each linear layer of the blocks is split by its outputs, and these are
-gathered at once (transformers' `colwise_gather_output`). Nothing between the layers is cut then, so that it takes no
-more than the layers themselves; activations stay whole.
+A linear layer of the blocks that is in no region is split by its outputs, and these are gathered at once (transformers'
+`colwise_gather_output`). Nothing between such layers is cut, so that it takes no more than the layers themselves;
+activations stay whole.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardwise.job.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.expert_features import adds_up_over_features
 from shardwise.model.experts import is_routed
 from shardwise.model.family import Family, SplitRules
+from shardwise.model.latent_attention import latent_attention
 from shardwise.model.modules import input_embeddings
 from shardwise.model.registry import family_of
 from shardwise.model.routers import find_routers
@@ -38,9 +39,13 @@ from shardwise.model.tensor_split import EXPERTS, TensorSplit
 PUBLISHED = {
     "colwise": COLUMN,
     "rowwise": ROW,
+    "colwise_gather_output": TensorSplit("gathered"),
+    "rowwise_split_input": TensorSplit("gathered"),  # its input is whole, so that outputs can be cut as well
     "replicated_with_grad_allreduce": TensorSplit("partial"),
+    "mla_kv_a_proj": TensorSplit("partial"),
     "moe_tp_experts": TensorSplit("experts"),
 }
+WHOLE = "replicate"  # transformers' style of what is not split
 # How transformers' plans speak of the parameters of experts, where these are stacked as `EXPERTS` says.
 STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
@@ -60,11 +65,38 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], Capability]:
     if obstacle:
         return {}, refused(obstacle)
     rules = family.tensor_splits or {name: PUBLISHED[style] for name, style in published.items()}
-    splits = _matched(model, rules)
+    splits = _with_latent_attention(model, _matched(model, rules))
     if family.refine_splits is not None:
         splits = family.refine_splits(model.config, splits)
     obstacle = next(_split_obstacles(model, family, splits), "")
     return ({}, refused(obstacle)) if obstacle else (splits, SUPPORTED)
+
+
+def _with_latent_attention(model: nn.Module, splits: dict[str, TensorSplit]) -> dict[str, TensorSplit]:
+    """Return `splits` with those of latent attention by its structure, which plans leave whole or cut in part."""
+    for name, own in latent_attention(model).items():
+        splits = {part: split for part, split in splits.items() if not part.startswith(f"{name}.")}
+        splits |= {part: _with_dim(model.get_submodule(part), split) for part, split in own.items()}
+    return splits
+
+
+def completed(model: nn.Module, splits: dict[str, TensorSplit], called: Sequence[str]) -> dict[str, TensorSplit]:
+    """Return `splits`, and by outputs the linear layers `called` that neither these nor their regions cover."""
+    regions = _regions(splits)
+    left = {name: split for name, split in gathered_splits(model, called).items() if not name.startswith(regions)}
+    return left | splits
+
+
+def heads_kept_whole(splits: Mapping[str, TensorSplit], attention: Sequence[str]) -> bool | None:
+    """Tell whether no module of `attention`, by name, has its heads split; None where some have.
+
+    Where it is not known which modules are attention, heads are split as soon as anything is.
+    """
+    regions = {region_of(name, split) for name, split in splits.items() if split.kind == "column"}
+    modules = {name for name in attention if name}
+    if not modules or regions.isdisjoint(modules):
+        return not regions or bool(modules)
+    return False if modules <= regions else None
 
 
 def gathered_splits(model: nn.Module, called: Sequence[str]) -> dict[str, TensorSplit]:
@@ -118,9 +150,10 @@ def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str
     beside = _beside(model, splits)
     if beside:
         yield f"{beside[0]!r} of {name} sees parts of activations, and its plan does not name it"
+    twice = _gathered_inside(splits)
+    if twice:
+        yield f"{twice[0]!r} of {name} is gathered between layers whose parts stay apart"
     experts = [module for module, split in splits.items() if split.kind == "experts"]
-    if experts and not family.experts:
-        yield f"no test has compared the heads of {name} beside its experts"
     unstacked = [module for module in experts if not _stacked(model, module)]
     if unstacked:
         yield f"{unstacked[0]!r} of {name} is no pair of stacks of gate and up and of down projections"
@@ -166,12 +199,23 @@ def region_of(name: str, split: TensorSplit) -> str:
     return name if split.alone else name.rpartition(".")[0]
 
 
+def _regions(splits: Mapping[str, TensorSplit]) -> tuple[str, ...]:
+    """Return with what the names of modules inside of regions begin."""
+    return tuple({f"{region_of(name, split)}." for name, split in splits.items() if split.kind == "column"})
+
+
 def _beside(model: nn.Module, splits: Mapping[str, TensorSplit]) -> list[str]:
     """Return the parameters inside of a region that no split names: their gradients would be wrong without a word."""
-    regions = tuple({f"{region_of(name, split)}." for name, split in splits.items() if split.kind == "column"})
+    regions = _regions(splits)
     planned = tuple(f"{name}." for name in splits)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return [name for name in names if name.startswith(regions) and not name.startswith(planned)]
+
+
+def _gathered_inside(splits: Mapping[str, TensorSplit]) -> list[str]:
+    """Return the gathered layers inside of a region: the gradient of what enters both would be summed twice."""
+    regions = _regions(splits)
+    return [name for name, split in splits.items() if split.kind == "gathered" and name.startswith(regions)]
 
 
 def _stacked(model: nn.Module, name: str) -> bool:
@@ -198,6 +242,7 @@ def _published(model: PreTrainedModel) -> dict[str, str]:
         rule: style
         for rule, style in plan.items()
         if (rule, style) not in of_stacks
+        and style != WHOLE
         and (style != "embedding_rowwise" or any(part is not table for _, part in _named_by(model, rule)))
     }
 

@@ -615,8 +615,8 @@ def _source_notes(draft: Draft) -> Iterator[str]:
 def _parallel_notes(draft: Draft) -> Iterator[str]:
     if draft.parallel.tensor_parallel_degree > 1 and draft.facts.heads_whole:
         yield (
-            f"{draft.facts.heads_whole}: tensor ranks share the linear layers of blocks by outputs, which they gather "
-            "after each. Weights and their products are divided; attention and activations are whole on every rank."
+            f"{draft.facts.heads_whole}: every tensor rank has all heads, and activations between linear layers whose "
+            "outputs are gathered after each. Weights and their products are divided."
         )
     workers = draft.parallel.workers
     if workers not in (None, draft.world.local_size):

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from shardwise.model.family import Family, FamilyAttention
 
-FAMILY = Family(("mixtral",), attention=FamilyAttention(window=True), experts=True)
+FAMILY = Family(("mixtral",), attention=FamilyAttention(window=True))

@@ -11,5 +11,4 @@ FAMILY = Family(
     tensor_splits=below("layers.*.self_attn", {"q_proj": COLUMN, "k_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW})
     | below("layers.*.mlp", {**GATED_MLP, "experts": TensorSplit("experts")})
     | below("layers.*.mlp.shared_expert", GATED_MLP),
-    experts=True,
 )

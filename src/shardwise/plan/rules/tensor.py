@@ -14,8 +14,10 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 def _shares_heads(d: Draft, degree: int) -> bool:
     """Return whether `degree` ranks can share the heads; key-value heads whole, in copies, or in parts."""
+    if _too_many(d, degree):
+        return False
     if d.facts.heads_whole:
-        return degree <= d.facts.fewest_gathered
+        return True
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
     if not key_value:  # a script's own model, in which no heads are split
         return True
@@ -25,8 +27,13 @@ def _shares_heads(d: Draft, degree: int) -> bool:
     return heads % degree == 0 and (whole or (shared > 0 and parts > 0 and shared % parts == 0))
 
 
+def _too_many(d: Draft, degree: int) -> bool:
+    """Return whether some layer that is split by outputs has fewer of them than ranks."""
+    return 0 < d.facts.fewest_gathered < degree
+
+
 def _why_not_shared(d: Draft) -> str:
-    if d.facts.heads_whole:
+    if _too_many(d, d.parallel.tensor_parallel_degree):
         return f"is more than the {d.facts.fewest_gathered} outputs of the smallest split layer"
     heads, key_value = d.facts.attention_heads, d.facts.key_value_heads
     return f"does not share out the {heads} attention heads and {key_value} key-value heads"
@@ -56,7 +63,8 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.parallel.tensor_parallel_degree > 1 and not _shares_heads(d, d.parallel.tensor_parallel_degree),
          fix="use a divisor of both",
          because=_why_not_shared,
-         use=lambda d: f"use at most {d.facts.fewest_gathered}" if d.facts.heads_whole else
+         use=lambda d: f"use at most {d.facts.fewest_gathered}"
+         if _too_many(d, d.parallel.tensor_parallel_degree) else
          f"use {one_of(n for n in divisors(d.facts.attention_heads) if _shares_heads(d, n))}"),
     Rule("tensor-experts", ("parallel.tensor_parallel_degree", "precision.compute"),
          "grouped products of experts read a multiple of 16 bytes at once, of each rank's part of the features too",

@@ -24,7 +24,7 @@ def configuration_of(
         LegalityError: nothing is known of the time of such a plan.
     """
     job, degrees = plan.job, plan.degrees
-    if facts.heads_whole and degrees[Axis.TENSOR] > 1:
+    if (facts.heads_whole or facts.fewest_gathered) and degrees[Axis.TENSOR] > 1:
         raise LegalityError(
             f"parallel.tensor_parallel_degree={degrees[Axis.TENSOR]}: the planner does not know what it takes to "
             "gather the outputs of split layers; use 1 where it is to say a step's time",
