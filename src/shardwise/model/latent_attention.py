@@ -1,9 +1,9 @@
-"""Finds multi-head latent attention, whose heads tensor ranks share, by its projections (DeepSeek-V2, arXiv 2405.04434).
+"""Finds multi-head latent attention, whose heads tensor ranks share, by its projections.
 
-Queries, keys and values of all heads are made from latents that are narrow and that every rank makes whole (section
-2.1). The part of a key that carries positions is one for all heads, and goes straight to each rank's own. So what makes
-the latents lies inside of the region of heads: each rank sees its heads' part of the gradients, and they are summed.
-An indexer (DeepSeek-V3.2) that chooses keys for all heads is whole in the same way.
+Queries, keys and values of all heads are made from narrow latents (DeepSeek-V2, arXiv 2405.04434, section 2.1), which
+every rank makes whole. The part of a key that carries positions is one for all heads, and goes straight to each rank's
+own. So what makes the latents lies inside of the region of heads: each rank sees its heads' part of the gradients, and
+they are summed. An indexer (DeepSeek-V3.2) that chooses keys for all heads is whole in the same way.
 """
 
 from __future__ import annotations
