@@ -282,6 +282,12 @@ def repeats_to_a_known_length() -> None:
     torch.arange(3, device=DEVICE).repeat_interleave(counts, output_size=7)
 
 
+def writes_beside_a_copy() -> None:
+    host = torch.empty(6, pin_memory=True)
+    host[:3].copy_(torch.empty(3, device=DEVICE), non_blocking=True)
+    host[3:].fill_(1)
+
+
 def fetches_and_prefetches() -> None:
     """Copy both ways on a stream of their own, with events; waits are outside of the step."""
     side, host = torch.Stream(DEVICE), torch.empty(3, pin_memory=True)
@@ -309,6 +315,7 @@ def fetched_after_its_event() -> list[Any]:
 
 def test_copies_that_are_waited_for_are_no_fault() -> None:
     assert call(faults_of, fetches_and_prefetches) == []
+    assert call(faults_of, writes_beside_a_copy) == []
     assert call(faults_of, repeats_to_a_known_length) == []
     assert call(fetched_after_its_event) == []
 

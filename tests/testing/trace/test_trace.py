@@ -230,14 +230,14 @@ def test_a_recomputed_forward_that_stops_in_a_region_leaves_nothing_whole(monkey
         made.append(self)
 
     held: list[bool] = []
-    step = trace_rank_module._step
+    step = trace_rank_module.step_of
 
     def then_look(*args: Any) -> None:
         step(*args)
         held.extend(one.entered is not None and one.entered[0]() is not None for one in made)
 
     monkeypatch.setattr(SequenceRegionBoundary, "__init__", noted)
-    monkeypatch.setattr(trace_rank_module, "_step", then_look)
+    monkeypatch.setattr(trace_rank_module, "step_of", then_look)
     traced(job, 16)
     assert held and not any(held)
 

@@ -93,6 +93,7 @@ class _Running(NamedTuple):
     """A copy that nobody has waited for, by its host memory."""
 
     storage: weakref.ref[torch.UntypedStorage]
+    bytes: range
     stream: int
     operation: int
     writes: bool
@@ -231,7 +232,7 @@ class Discipline:
         stream = current_simulated_stream().stream_id
         operation = timeline.issue(stream)
         for storage in storages_of(host):
-            running = _Running(weakref.ref(storage), stream, operation, writes)
+            running = _Running(weakref.ref(storage), _bytes_of(host, storage), stream, operation, writes)
             self._running.setdefault(id(storage), []).append(running)
 
     def _see_host_memory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -248,7 +249,9 @@ class Discipline:
         """See that the host, or a copy on a stream, uses host memory."""
         for storage in storages_of(host):
             running = [one for one in self._running.get(id(storage), ()) if one.storage() is storage]
-            still = [one for one in running if not timeline.is_done(one.stream, one.operation, stream)]
+            used = _bytes_of(host, storage)
+            beside = [one for one in running if max(used.start, one.bytes.start) < min(used.stop, one.bytes.stop)]
+            still = [one for one in beside if not timeline.is_done(one.stream, one.operation, stream)]
             if any(one.writes or writes for one in still):
                 self._note(FaultKind.TOO_EARLY, what)
             left = [one for one in running if not timeline.is_done(one.stream, one.operation, None)]
@@ -352,6 +355,15 @@ def copies_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
         for target, source in pairs
         if {target.device.type, source.device.type} == {_HOST, SIMULATED}
     ]
+
+
+def _bytes_of(tensor: Tensor, storage: torch.UntypedStorage) -> range:
+    """Return from where to where a tensor's elements lie in its storage; the whole of one of several."""
+    if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return range(storage.nbytes())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first, size = tensor.storage_offset(), tensor.element_size()
+    return range(first * size, (first + last + 1) * size if tensor.numel() else first * size)
 
 
 def _alive(made: _Made) -> bool:

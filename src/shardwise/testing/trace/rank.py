@@ -9,7 +9,7 @@ both is an error, memory is counted apart, and copies between them are seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import masking_utils
 
 from shardwise._torch_compat.fsdp2 import units_made_in
@@ -96,10 +97,10 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
         ConfigError: the trace cannot follow the job; the message says what and where.
         MachineError: this process is in a process group already.
     """
-    traced = _traceable(plan)
+    traced = traceable(plan)
     layout = Layout.from_plan(traced, rank)
     storages = Storages(traced.world.device_type)
-    with _device(traced.world) as (device, fake), _alone(rank, plan.world.size, device), _plain_norm():
+    with device_of(traced.world) as (device, fake), alone(rank, plan.world.size, device), _plain_norm():
         recorder = _trace(traced, layout, facts, storages, device, fake)
     counted = replace(plan, accumulation=traced.accumulation)
     return RankTrace(
@@ -140,7 +141,7 @@ def traced_microbatches(plan: Plan) -> int:
     return min(plan.accumulation, 2 * ranks if len(plan.stages) > ranks else ranks + 1)
 
 
-def _traceable(plan: Plan) -> Plan:
+def traceable(plan: Plan) -> Plan:
     """The same work where the trace can follow it."""
     world = plan.world
     if world.device_type != CPU:
@@ -152,7 +153,7 @@ def _traceable(plan: Plan) -> Plan:
 
 
 @contextmanager
-def _device(world: World) -> Iterator[tuple[torch.device, FakeTensorMode]]:
+def device_of(world: World) -> Iterator[tuple[torch.device, FakeTensorMode]]:
     """Give what a rank computes on: the host, or a simulated accelerator; with the mode of its fake tensors."""
     if world.device_type == CPU:
         yield torch.device(CPU), RememberedFakeMode(allow_non_fake_inputs=True)
@@ -162,7 +163,7 @@ def _device(world: World) -> Iterator[tuple[torch.device, FakeTensorMode]]:
 
 
 @contextmanager
-def _alone(rank: int, size: int, device: torch.device) -> Iterator[None]:
+def alone(rank: int, size: int, device: torch.device) -> Iterator[None]:
     """A world in which this process is the only one."""
     if dist.is_initialized():
         raise MachineError("a trace makes a process group of its own, and this process is in one; run it elsewhere")
@@ -185,28 +186,46 @@ def _plain_norm() -> Iterator[None]:
 def _trace(
     plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages, device: torch.device, fake: FakeTensorMode
 ) -> RankRecorder:
-    with units_made_in(fake):
-        model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
-        if needs_copy(plan):
-            model.reference = frozen_copy(model, lambda: fake)
-    modules = [part.module for built in (model, model.reference) if built is not None for part in built.parts]
-    named = {name: module for whole in modules for name, module in whole.named_modules()}
-    recorder = RankRecorder(layout, named, storages, exempt(plan))
-    with fake, _threads_seen(recorder):
+    model = model_of(plan, layout, facts, device, fake)
+    modules = modules_of(model)
+    recorder = recorder_of(model, modules, storages)
+    with fake, threads_seen(recorder):
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
         storages.own(WEIGHTS, *modules)
-        with values_refused(), recorder.recording(), _one_document(plan, recorder):
+        with values_refused(), recorder.recording(), one_document(plan, recorder):
             _make_state(model, objective, optimizer, recorder)
             storages.own(STATE, optimizer.inner)
             recorder.begin()
             sums = [vars(owner) for owner in (objective, model.routers) if owner is not None]  # for metrics
             with recorder.discipline.step(*modules, optimizer.inner, sums):
-                _step(model, objective, optimizer, recorder)
+                step_of(model, objective, optimizer, recorder)
     return recorder
 
 
+def model_of(
+    plan: Plan, layout: Layout, facts: ModelFacts, device: torch.device, fake: FakeTensorMode
+) -> ParallelModel:
+    """Return the rank's model, of fake parameters."""
+    with units_made_in(fake):
+        model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
+        if needs_copy(plan):
+            model.reference = frozen_copy(model, lambda: fake)
+    return model
+
+
+def modules_of(model: ParallelModel) -> list[nn.Module]:
+    """Return the modules of its parts, and of those of the model that it is compared with."""
+    return [part.module for built in (model, model.reference) if built is not None for part in built.parts]
+
+
+def recorder_of(model: ParallelModel, modules: Iterable[nn.Module], storages: Storages) -> RankRecorder:
+    """Return what sees the operators of the rank."""
+    named = {name: module for whole in modules for name, module in whole.named_modules()}
+    return RankRecorder(model.layout, named, storages, exempt(model.plan))
+
+
 @contextmanager
-def _one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
+def one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
     """Answer transformers, which asks whether positions start anew inside a sequence, as they do in isolated documents.
 
     It reads that from a value, of other tensors than fake ones.
@@ -242,7 +261,7 @@ class _SeenWork(NamedTuple):
 
 
 @contextmanager
-def _threads_seen(recorder: RankRecorder) -> Iterator[None]:
+def threads_seen(recorder: RankRecorder) -> Iterator[None]:
     """Let updates in host memory be made where their thread is given them."""
     with mock.patch.object(host_updates, "ThreadPoolExecutor", partial(_SeenThread, recorder)):
         yield
@@ -253,7 +272,7 @@ def _make_state(
 ) -> None:
     """Let the optimizer make its state, as the first step does; what is in host memory needs a whole step."""
     if optimizer.host is not None:
-        _step(model, objective, optimizer, recorder)
+        step_of(model, objective, optimizer, recorder)
         return
     for entry in optimizer.entries:
         if entry.parameter.requires_grad:
@@ -262,9 +281,9 @@ def _make_state(
     optimizer.zero_grad()
 
 
-def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder) -> None:
+def step_of(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder) -> None:
     """Run `train_step` with numbers that are nobody's."""
-    batches = [_batch(model.plan).to(model.device) for _ in range(model.plan.accumulation)]
+    batches = [batch_of(model.plan).to(model.device) for _ in range(model.plan.accumulation)]
     with recorder.answering(0):
         training_step.exchange_control(model, training_step.ControlMessage(0, 0, 0, 0, 0))
     model.scale_router_losses(1.0)
@@ -280,7 +299,7 @@ def _step(model: ParallelModel, objective: Objective, optimizer: ShardedOptimize
     optimizer.zero_grad()
 
 
-def _batch(plan: Plan) -> Batch:
+def batch_of(plan: Plan) -> Batch:
     rows, length = plan.microbatch, plan.sequence_length
     tokens = torch.empty(rows, length, dtype=torch.int64)
     isolated = plan.job.isolates_documents
