@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from shardwise.collectives import experts as exchange_module
-from shardwise.collectives.experts import RowExchange
+from shardwise.collectives.experts import Arriving, RowExchange
 from shardwise.kernels.experts import SortedExperts
 from shardwise.parallel.experts import SharedExperts
 from shardwise.parallel.layout import ExpertLevels
@@ -96,13 +95,13 @@ def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
     cross, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     sent = 0
 
-    def counted(rows: Tensor, exchange: RowExchange) -> Tensor:
+    def counted(exchange: RowExchange, rows: Tensor) -> Arriving:
         nonlocal sent
         if exchange.group is cross and rows.shape[1] == HIDDEN:
             sent += exchange.sent[1 - rank // 2]
-        return exchanged(rows, exchange)
+        return start(exchange, rows)
 
-    exchanged, exchange_module._exchanged = exchange_module._exchanged, counted
+    start, RowExchange.start = RowExchange.start, counted  # type: ignore[method-assign]
     answers = []
     for groups in (ExpertLevels(everyone), ExpertLevels(everyone, local, cross)):
         experts = ScaledRows(2 * rank, 2)
@@ -119,7 +118,7 @@ def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
         answers.append(
             [*results, *(parameter.grad for parameter in experts.parameters() if parameter.grad is not None)]
         )
-    exchange_module._exchanged = exchanged
+    RowExchange.start = start  # type: ignore[method-assign]
     return answers, sent
 
 

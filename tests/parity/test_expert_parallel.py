@@ -10,6 +10,8 @@ import torch
 
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
+from shardwise.plan.draft import World
+from shardwise.plan.plan import resolve
 from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
@@ -59,6 +61,16 @@ def test_agrees_with_one_process(
 ) -> None:
     config = {**EAGER, **sections.get("config", {})}
     check_agrees(world_pool, ranks, experts_job(corpora, family, **{**FP64, **sections, "config": config}))
+
+
+def test_a_stage_without_experts_agrees_with_one_process(world_pool: WorldPool, corpora: Path) -> None:
+    config = {**EAGER, "mlp_only_layers": [0, 1]}
+    job = experts_job(corpora, "qwen3_moe", parallel={**EXPERT, **TENSOR, **PIPELINE}, config=config, **FP64)
+    facts = study(job)
+    stages = resolve(job, World(8, "cpu", 8), facts).stages
+    with_experts = [any(name.startswith(f"{block}.") for block in stage for name in facts.expert_stacks) for stage in stages]
+    assert with_experts == [False, True]
+    check_agrees(world_pool, 8, job)
 
 
 @pytest.mark.slow

@@ -6,13 +6,25 @@ Backward sends each row's gradient the way back. A rank that gets or sends no ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.names import CollectiveName
+from shardwise.collectives.names import CollectiveName, NamedWork
+
+
+class Arriving(NamedTuple):
+    """Rows on their way: their memory, and the work that is done when they have come."""
+
+    rows: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """Return the rows once they are here."""
+        self.work.wait()
+        return self.rows
 
 
 @dataclass(frozen=True)
@@ -34,23 +46,35 @@ class RowExchange:
         exchanged: Tensor = _Exchange.apply(rows, self)
         return exchanged
 
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Return the received rows, without autograd. Collective."""
+        received = self._room(rows)
+        with self.name:
+            dist.all_to_all_single(received, rows.contiguous(), self.received, self.sent, self.group)
+        return received
+
+    def start(self, rows: Tensor) -> Arriving:
+        """Send `rows` while the caller goes on, without autograd. Collective."""
+        received = self._room(rows)
+        with self.name:
+            work = dist.all_to_all_single(
+                received, rows.contiguous(), self.received, self.sent, self.group, async_op=True
+            )
+        return Arriving(received, NamedWork(self.name, work))
+
+    def _room(self, rows: Tensor) -> Tensor:
+        return rows.new_empty(sum(self.received), *rows.shape[1:])
+
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
-        return _exchanged(rows, exchange)
+        return exchange.exchange(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradients[0], ctx.exchange.reversed), None
-
-
-def _exchanged(rows: Tensor, exchange: RowExchange) -> Tensor:
-    received = rows.new_empty(sum(exchange.received), *rows.shape[1:])
-    with exchange.name:
-        dist.all_to_all_single(received, rows.contiguous(), exchange.received, exchange.sent, exchange.group)
-    return received
+        return ctx.exchange.reversed.exchange(gradients[0]), None
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup, name: CollectiveName) -> Tensor:

@@ -132,14 +132,16 @@ def sum_rows(rows: Tensor, places: Tensor, number: int, weights: Tensor | None =
     return total
 
 
-def _sum(rows: Tensor, places: Tensor, number: int) -> Tensor:
+def add_rows(rows: Tensor, places: Tensor, number: int) -> Tensor:
+    """Return [number, H], in which each of `rows` [R, H] is added to row `places` [R], in their order; no autograd."""
     total = rows.new_zeros(number, rows.shape[1])
     if accelerator.on_accelerator(rows):  # index_add_ sums in any order there
         return total.index_put_((places,), rows, accumulate=True)
     return total.index_add_(0, places, rows)
 
 
-def _wide(values: Tensor) -> Tensor:
+def widened(values: Tensor) -> Tensor:
+    """Return `values` in the dtype in which rows are summed: fp32 or wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -153,7 +155,7 @@ class _SelectedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (places,), gradient = ctx.saved_tensors, gradients[0]
-        return _sum(_wide(gradient), places, ctx.number).to(gradient.dtype), None
+        return add_rows(widened(gradient), places, ctx.number).to(gradient.dtype), None
 
 
 class _PermutedRows(torch.autograd.Function):
@@ -172,8 +174,8 @@ class _SummedRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, places: Tensor, number: int, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(places, *(() if weights is None else (rows, weights)))
         ctx.dtype = rows.dtype
-        weighted = _wide(rows) if weights is None else _wide(rows) * weights[:, None]
-        return _sum(weighted, places, number).to(rows.dtype)
+        weighted = widened(rows) if weights is None else widened(rows) * weights[:, None]
+        return add_rows(weighted, places, number).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
@@ -182,5 +184,5 @@ class _SummedRows(torch.autograd.Function):
         if not weighting:
             return gradient, None, None, None
         rows, weights = weighting
-        of_weights = torch.linalg.vecdot(_wide(rows), _wide(gradient)).to(weights.dtype)
-        return (_wide(gradient) * weights[:, None]).to(ctx.dtype), None, None, of_weights
+        of_weights = torch.linalg.vecdot(widened(rows), widened(gradient)).to(weights.dtype)
+        return (widened(gradient) * weights[:, None]).to(ctx.dtype), None, None, of_weights

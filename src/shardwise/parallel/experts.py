@@ -4,9 +4,7 @@ Rows that arrived are computed by expert, each with weight 1. The routing weight
 so that the router's gradient is whole there. No token is dropped, and one exchange of counts goes ahead of the rows
 (GShard's dispatch and combine, arXiv 2006.16668, section 3.2, without a capacity).
 
-Between hosts a token goes once to each host that has some of its experts, with their numbers and weights, to the rank
-of its sender's local index. The ranks of that host then share the experts among themselves, as on one host, and what
-comes back is the sum of that host's experts. So the network carries a token once a host and not once an expert.
+Between hosts a token goes once to each host that has some of its experts (experts_by_host.py).
 
 Tensor ranks hold the same tokens, and each sends a part of them. With sequence parallelism they hold parts already.
 
@@ -27,6 +25,7 @@ from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import SequenceRows, gather_whole_sequence, scatter_sequence
 from shardwise.kernels.experts import SortedExperts, permute_rows, select_rows, sum_rows
 from shardwise.model.experts import ExpertCall
+from shardwise.parallel.experts_by_host import HostRoutes, combine, dispatch
 from shardwise.parallel.layout import ExpertLevels
 
 FAKE = "fake"  # the backend of a traced job
@@ -123,22 +122,10 @@ class SharedExperts:
         weights: Tensor,
     ) -> Tensor:
         """Send each token once to every host that has some of its experts; that host's ranks share them."""
-        hosts, of_host = cross.size(), self.number // cross.size()
-        host_of = experts // of_host
-        goes = torch.zeros(hosts, len(experts), dtype=torch.bool, device=experts.device)
-        goes.scatter_(0, host_of.T, True)
-        host, token = goes.nonzero(as_tuple=True)
-        is_there = host_of[token] == host[:, None]
-        numbers = torch.where(is_there, experts[token] - of_host * host[:, None], of_host)  # `of_host`: elsewhere
-        exchange, _ = self._exchange(cross, goes.sum(1))
-        sums = self._run_among(
-            local,
-            of_host,
-            exchange.run(select_rows(hidden_states, token)),
-            exchange.run(numbers),
-            exchange.run(select_rows(weights, token) * is_there),
-        )
-        return sum_rows(exchange.reversed.run(sums), token, len(hidden_states))
+        row_bytes = hidden_states.shape[1] * hidden_states.element_size()
+        routes = HostRoutes(self.name, cross, self.number, experts, row_bytes)
+        rows, weights_there = dispatch(routes, local, hidden_states, weights)
+        return combine(routes, self._compute_sorted(rows, routes.inside.counts), weights_there)
 
     # --- at once
 
@@ -177,20 +164,25 @@ class SharedExperts:
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs [R, H] of this rank's experts for `rows`, which come rank by rank, expert by expert.
 
-        Without a row a blank one is computed: the experts then have gradients, of zeros, and backward reaches the
-        exchange on this rank too.
-
         Args:
             rows: [R, H].
             counts: [ranks, experts of this rank].
         """
         ranks, local = counts.shape
-        if not len(rows):
-            blank = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-            return self.experts(blank, (torch.arange(local, device=rows.device) == 0).to(counts.dtype))[:0]
         numbers = torch.arange(local, device=rows.device).repeat(ranks)
         order = numbers.repeat_interleave(counts.flatten(), output_size=len(rows)).argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        outputs = self.experts(permute_rows(rows, order, inverse), counts.sum(0))
+        outputs = self._compute_sorted(permute_rows(rows, order, inverse), counts.sum(0))
         return permute_rows(outputs, inverse, order)
+
+    def _compute_sorted(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the outputs [R, H] of this rank's experts for `rows` [R, H], of which each expert has `counts`.
+
+        Without a row a blank one is computed: the experts then have gradients, of zeros, and backward reaches the
+        exchange on this rank too.
+        """
+        if len(rows):
+            return self.experts(rows, counts)
+        blank = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return self.experts(blank, (torch.arange(len(counts), device=rows.device) == 0).to(counts.dtype))[:0]

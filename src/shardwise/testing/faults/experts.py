@@ -101,7 +101,7 @@ def _unwritten_rows() -> AbstractContextManager[None]:
             return outputs
         return torch.cat([outputs[:1] * float("nan"), outputs[1:]])
 
-    return wrapped(SharedExperts, "_compute", wrapper)
+    return wrapped(SharedExperts, "_compute_sorted", wrapper)
 
 
 def _dropped_token() -> AbstractContextManager[None]:
@@ -111,7 +111,7 @@ def _dropped_token() -> AbstractContextManager[None]:
         outputs = original(self, rows, counts)
         return torch.cat([0 * outputs[:1], outputs[1:]]) if dist.get_rank() == RANK else outputs
 
-    return wrapped(SharedExperts, "_compute", wrapper)
+    return wrapped(SharedExperts, "_compute_sorted", wrapper)
 
 
 def _fixed_routes() -> AbstractContextManager[None]:
