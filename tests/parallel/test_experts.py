@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from shardwise.collectives.experts import Arriving, RowExchange
 from shardwise.kernels.experts import SortedExperts
+from shardwise.parallel import experts_by_host
 from shardwise.parallel.experts import SharedExperts
 from shardwise.parallel.layout import ExpertLevels
 from shardwise.testing.world import WorldPool
@@ -87,8 +89,13 @@ class ScaledRows(nn.Module):
         return rows * self.scale[experts[:, 0], None] * weights
 
 
-def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
+def by_hosts(routes: list[list[list[int]]], part_bytes: int) -> tuple[list[list[Tensor]], int]:
     """Share experts at once, then in two levels; return outputs and gradients of both, and rows sent between hosts."""
+    with mock.patch.object(experts_by_host, "PART_BYTES", part_bytes):
+        return at_once_and_by_hosts(routes)
+
+
+def at_once_and_by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
     rank, everyone = dist.get_rank(), dist.group.WORLD
     assert everyone is not None
     local, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
@@ -101,7 +108,7 @@ def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
             sent += exchange.sent[1 - rank // 2]
         return start(exchange, rows)
 
-    start, RowExchange.start = RowExchange.start, counted  # type: ignore[method-assign]
+    start = RowExchange.start
     answers = []
     for groups in (ExpertLevels(everyone), ExpertLevels(everyone, local, cross)):
         experts = ScaledRows(2 * rank, 2)
@@ -114,17 +121,19 @@ def by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tensor]], int]:
         hidden, weights = values
         shared_experts = SharedExperts("experts", SortedExperts(experts, experts.forward), 8, groups)
         assert experts.scale.grad is None
-        results = run_backward(shared_experts.run, hidden, index, weights)
+        with mock.patch.object(RowExchange, "start", counted):
+            results = run_backward(shared_experts.run, hidden, index, weights)
         answers.append(
             [*results, *(parameter.grad for parameter in experts.parameters() if parameter.grad is not None)]
         )
-    RowExchange.start = start  # type: ignore[method-assign]
     return answers, sent
 
 
-@pytest.mark.slow
-def test_a_token_crosses_once_to_a_host_and_gives_the_bits_of_one_exchange(world_pool: WorldPool) -> None:
-    answers = world_pool.run(4, by_hosts, OF_HOSTS)
+@pytest.mark.parametrize("part_bytes", [HIDDEN * 8, 1 << 20], ids=["a part a token", "one part"])
+def test_a_token_crosses_once_to_a_host_and_gives_the_bits_of_one_exchange(
+    world_pool: WorldPool, part_bytes: int
+) -> None:
+    answers = world_pool.run(4, by_hosts, OF_HOSTS, part_bytes)
     for rank, ((at_once, in_two_levels), sent) in enumerate(answers):
         assert len(at_once) == 4 and all(map(torch.equal, at_once, in_two_levels))
         elsewhere = {0, 1, 2, 3} if rank >= 2 else {4, 5, 6, 7}

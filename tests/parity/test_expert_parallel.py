@@ -68,7 +68,9 @@ def test_a_stage_without_experts_agrees_with_one_process(world_pool: WorldPool, 
     job = experts_job(corpora, "qwen3_moe", parallel={**EXPERT, **TENSOR, **PIPELINE}, config=config, **FP64)
     facts = study(job)
     stages = resolve(job, World(8, "cpu", 8), facts).stages
-    with_experts = [any(name.startswith(f"{block}.") for block in stage for name in facts.expert_stacks) for stage in stages]
+    with_experts = [
+        any(name.startswith(f"{block}.") for block in stage for name in facts.expert_stacks) for stage in stages
+    ]
     assert with_experts == [False, True]
     check_agrees(world_pool, 8, job)
 

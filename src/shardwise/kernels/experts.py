@@ -132,17 +132,25 @@ def sum_rows(rows: Tensor, places: Tensor, number: int, weights: Tensor | None =
     return total
 
 
-def add_rows(rows: Tensor, places: Tensor, number: int) -> Tensor:
-    """Return [number, H], in which each of `rows` [R, H] is added to row `places` [R], in their order; no autograd."""
-    total = rows.new_zeros(number, rows.shape[1])
+def add_rows(total: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """Add each of `rows` [R, H] to row `places` [R] of `total`, in their order, and return it; no autograd."""
     if accelerator.on_accelerator(rows):  # index_add_ sums in any order there
         return total.index_put_((places,), rows, accumulate=True)
     return total.index_add_(0, places, rows)
 
 
+def blank_sums(rows: Tensor, number: int) -> Tensor:
+    """Return zeros [number, H] in the dtype in which `rows` [R, H] are summed."""
+    return rows.new_zeros(number, rows.shape[1], dtype=_wide(rows))
+
+
 def widened(values: Tensor) -> Tensor:
     """Return `values` in the dtype in which rows are summed: fp32 or wider."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    return values.to(_wide(values))
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 class _SelectedRows(torch.autograd.Function):
@@ -155,7 +163,7 @@ class _SelectedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (places,), gradient = ctx.saved_tensors, gradients[0]
-        return add_rows(widened(gradient), places, ctx.number).to(gradient.dtype), None
+        return add_rows(blank_sums(gradient, ctx.number), widened(gradient), places).to(gradient.dtype), None
 
 
 class _PermutedRows(torch.autograd.Function):
@@ -175,7 +183,7 @@ class _SummedRows(torch.autograd.Function):
         ctx.save_for_backward(places, *(() if weights is None else (rows, weights)))
         ctx.dtype = rows.dtype
         weighted = widened(rows) if weights is None else widened(rows) * weights[:, None]
-        return add_rows(weighted, places, number).to(rows.dtype)
+        return add_rows(blank_sums(rows, number), weighted, places).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor | None]:

@@ -10,7 +10,9 @@ order rows are summed does not depend on parts, so neither do numbers.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from torch import Tensor
 
 from shardwise.collectives.experts import Arriving, RowExchange, exchange_counts
 from shardwise.collectives.names import CollectiveName, group_name
-from shardwise.kernels.experts import add_rows, select_rows, widened
+from shardwise.kernels.experts import add_rows, blank_sums, select_rows, widened
 
 PARTS = 8  # of a rank's tokens, at most
+AHEAD = 3  # parts under way: more take memory, fewer leave the network idle while rows are copied
 PART_BYTES = 256 << 10  # of tokens in a part, at least: below, one more exchange costs more than it hides
 
 
@@ -30,6 +33,7 @@ class HostRoutes:
 
     Rows that cross lie by host, of a host by part. Attributes:
         token: [n], the token of each row that this rank sends.
+        token_of: the same by part.
         is_there: [n, k], which of the token's experts are on the host that the row goes to.
         numbers: [n, k], their numbers on that host; `of_host` for the others.
         inside: the ways inside of this host, known once `numbers` of all hosts have come.
@@ -58,15 +62,15 @@ class HostRoutes:
         self.numbers = torch.where(self.is_there, own, self.of_host).to(torch.int32)
 
         parts = max(1, min(PARTS, self.tokens * row_bytes // PART_BYTES))
-        self.firsts = [-(-part * self.tokens // parts) for part in range(parts + 1)]
         part_of = torch.arange(self.tokens, device=device) * parts // max(1, self.tokens)
+        by_part = self.token[part_of[self.token].argsort(stable=True)]
         told = goes.new_full((self.hosts, PARTS + 1), parts)
         told[:, :PARTS] = goes.new_zeros(self.hosts, PARTS).index_add_(1, part_of, goes)
         heard = exchange_counts(told.flatten(), cross, self.name)
         sent, received = torch.stack([told, heard]).tolist()  # the host waits for the device once
         self.rounds = max(row.pop() for row in received)
-        self.firsts += [self.tokens] * (self.rounds - parts)
         self.sent, self.received = [row[:PARTS] for row in sent], received
+        self.token_of = by_part.split([sum(row[part] for row in sent) for part in range(PARTS)])
 
     @property
     def whole(self) -> RowExchange:
@@ -78,25 +82,27 @@ class HostRoutes:
         sent, received = ([row[part] for row in rows] for rows in (self.sent, self.received))
         return RowExchange(self.cross, self.name, sent, received)
 
-    def tokens_of(self, part: int) -> Tensor:
-        """Return the token of each row that this rank sends of a part."""
-        ends = list(accumulate(count for row in self.sent for count in row))
-        starts = (ends[host * PARTS + part] - row[part] for host, row in enumerate(self.sent))
-        return torch.cat([self.token[start : start + row[part]] for start, row in zip(starts, self.sent, strict=True)])
-
     # --- rows on their way; all without autograd, and collective over `cross` and the host's ranks
 
-    def send(self, values: Tensor) -> list[Arriving]:
-        """Start to send rows of `values` [T, H], part after part."""
-        return [self.part(part).start(values.index_select(0, self.tokens_of(part))) for part in range(self.rounds)]
+    def send(self, values: Tensor) -> Iterator[Tensor]:
+        """Start to send rows of `values` [T, H], and return what comes from all hosts, part after part."""
+        starts = (self.part(part).start(values.index_select(0, self.token_of[part])) for part in range(self.rounds))
+        going = deque(islice(starts, AHEAD))
 
-    def spread(self, arriving: list[Arriving], weighting: Weighting | None = None) -> Tensor:
-        """Return the rows of this rank's experts, by expert, of what comes from other hosts."""
-        inside, like = self.inside, arriving[0].rows
+        def received() -> Iterator[Tensor]:
+            while going:
+                first = going.popleft()
+                going.extend(islice(starts, 1))
+                yield first.wait()
+
+        return received()
+
+    def spread(self, coming: Iterator[Tensor], like: Tensor, weighting: Weighting | None = None) -> Tensor:
+        """Return the rows [R, H] of this rank's experts, by expert, of what comes of tokens `like` [T, H]."""
+        inside = self.inside
         rows = like.new_empty(inside.rows, like.shape[1])
         for part, places in enumerate(inside.places):
-            came = arriving[part].wait() if part < self.rounds else like[:0]
-            picked = came.index_select(0, inside.lines[part])
+            picked = next(coming, rows[:0]).index_select(0, inside.lines[part])
             if weighting is not None:
                 picked = weighting.of_gradient(part, inside.slots[part], picked)
             rows.index_copy_(0, places, inside.exchange(part).exchange(picked))
@@ -104,19 +110,25 @@ class HostRoutes:
 
     def combine(self, rows: Tensor, weighting: Weighting | None = None) -> Tensor:
         """Return [T, H], the sums of what this rank's and other experts make of its tokens, of `rows` by expert."""
-        inside, arriving = self.inside, []
+        inside, going = self.inside, deque[tuple[int, Arriving]]()
+        total = blank_sums(rows, self.tokens)
+
+        def add(part: int, arriving: Arriving) -> None:
+            add_rows(total, widened(arriving.wait()), self.token_of[part])
+
         for part, places in enumerate(inside.places):
             returned = inside.exchange(part).reversed.exchange(rows.index_select(0, places))
             weighted = widened(returned) if weighting is None else weighting.of_rows(inside.slots[part], returned)
-            if part < self.rounds:
-                back = self.part(part).reversed
-                sums = add_rows(weighted, inside.lines[part], sum(back.sent)).to(rows.dtype)
-                arriving.append(back.start(sums))
-        total = rows.new_empty(self.tokens, rows.shape[1])
-        for part, each in enumerate(arriving):
-            first, end = self.firsts[part], self.firsts[part + 1]
-            total[first:end] = add_rows(widened(each.wait()), self.tokens_of(part) - first, end - first)
-        return total
+            if part >= self.rounds:
+                continue  # the host's other ranks have more parts
+            back = self.part(part).reversed
+            sums = add_rows(blank_sums(rows, sum(back.sent)), weighted, inside.lines[part])
+            going.append((part, back.start(sums.to(rows.dtype))))
+            if len(going) > AHEAD:
+                add(*going.popleft())
+        for each in going:
+            add(*each)
+        return total.to(rows.dtype)
 
 
 class InsideRoutes:
@@ -194,17 +206,19 @@ class Weighting:
 
     Attributes:
         weights: [n * k], of the rows that came from all hosts.
-        returned: of each part, what experts made of its rows.
+        returned: of each part, what experts made of its rows; for the gradient.
+        keep: rows that come back are kept there.
         gradient: of `weights`, [n * k].
     """
 
-    def __init__(self, weights: Tensor, returned: list[Tensor] | None = None) -> None:
-        self.weights, self.returned = weights, returned or []
+    def __init__(self, weights: Tensor, returned: Sequence[Tensor] = (), keep: bool = False) -> None:
+        self.weights, self.returned, self.keep = weights, list(returned), keep
         self.gradient = torch.zeros_like(weights)
 
     def of_rows(self, slots: Tensor, returned: Tensor) -> Tensor:
-        """Return the rows of a part times their weights, in fp32 or wider; and keep them."""
-        self.returned.append(returned)
+        """Return the rows of a part times their weights, in fp32 or wider."""
+        if self.keep:
+            self.returned.append(returned)
         return widened(returned) * self.weights[slots][:, None]
 
     def of_gradient(self, part: int, slots: Tensor, gradient: Tensor) -> Tensor:
@@ -223,10 +237,10 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.routes = routes
         numbers = routes.whole.start(routes.numbers)
-        arriving = routes.send(hidden)
+        coming = routes.send(hidden)
         weights_there = routes.whole.start(weights)
         routes.inside = InsideRoutes(routes, numbers.wait(), local)
-        return routes.spread(arriving), weights_there.wait()
+        return routes.spread(coming, hidden), weights_there.wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -239,7 +253,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, routes: HostRoutes) -> Tensor:
-        weighting = Weighting(weights.flatten())
+        weighting = Weighting(weights.flatten(), keep=any(ctx.needs_input_grad))
         sums = routes.combine(outputs, weighting)
         ctx.routes = routes
         ctx.save_for_backward(weights, *weighting.returned)
@@ -249,7 +263,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, *returned = ctx.saved_tensors
         weighting = Weighting(weights.flatten(), returned)
-        rows = ctx.routes.spread(ctx.routes.send(gradients[0]), weighting)
+        rows = ctx.routes.spread(ctx.routes.send(gradients[0]), gradients[0], weighting)
         return rows, weighting.gradient.view_as(weights), None
 
 
