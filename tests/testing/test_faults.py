@@ -487,7 +487,7 @@ def test_routers_count_wrongly() -> None:
 @pytest.mark.parametrize(("rank", "lost"), [(RANK, 1), (0, 0)])
 def test_a_row_of_experts_is_what_was_in_memory(rank: int, lost: int) -> None:
     with (
-        planted("unwritten_rows", SharedExperts, "_compute", lambda self, rows, counts: rows) as compute,
+        planted("unwritten_rows", SharedExperts, "_compute_sorted", lambda self, rows, counts: rows) as compute,
         on_rank(rank),
     ):
         assert int(compute(None, torch.ones(3, 2), None).isnan().all(1).sum()) == lost
