@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptMLP
@@ -12,6 +13,7 @@ from transformers.models.mpt.modeling_mpt import MptMLP
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
+from shardwise.model.carried_state import CarriedState, carried_state
 from shardwise.model.discover import discover, find_block_lists
 from shardwise.model.facts import DECODER, ENCODER, GatheredModule, SplitAttention, SplitForward
 from shardwise.model.split_forward import find_split_forward
@@ -52,9 +54,49 @@ def test_the_first_block_makes_the_biases_of_all() -> None:
 def test_a_block_that_mixes_and_one_that_attends() -> None:
     forward, _ = found(model_of("causal_lm", "qwen3_next"))
     assert forward is not None
-    assert forward.gathered == (GatheredModule("model.layers.0.linear_attn", DECODER, (0,), (0,)),)
+    carried = CarriedState(recurrent=(4, 8, 8), ahead=(64, 3))
+    assert forward.gathered == (GatheredModule("model.layers.0.linear_attn", DECODER, (0,), (0,), carried),)
     assert list(forward.attention) == ["model.layers.1.self_attn"]
     assert 0 in forward.blocks["model.layers.1"].arguments and len(forward.blocks["model.layers.1"].arguments) == 3
+
+
+class Summing(nn.Module):
+    """A mixer that goes on from the sum of all rows before, as far as it is `told`, and from the two last ones."""
+
+    told = True
+
+    def forward(self, hidden_states: Tensor, cache: Any = None) -> Tensor:
+        if cache is None:
+            return hidden_states.cumsum(1)
+        before = cache.get_recurrent_state(0)
+        rows = cache.update_conv_state(hidden_states.mT, 0, conv_kernel_size=3).mT
+        summed = rows.cumsum(1)[:, -hidden_states.shape[1] :]
+        summed = summed if before is None or not self.told else summed + before[:, None]
+        cache.update_recurrent_state(summed[:, -1], 0)
+        return summed
+
+
+class Forgetful(Summing):
+    """A mixer that reads its state for a single token alone, as Mamba's first scan does."""
+
+    told = False
+
+
+class Attending(Summing):
+    """A mixer that asks its cache for keys, too."""
+
+    def forward(self, hidden_states: Tensor, cache: Any = None) -> Tensor:
+        if cache is not None:
+            cache.update(hidden_states, hidden_states, 0)
+        return super().forward(hidden_states, cache)
+
+
+def test_only_what_goes_on_from_the_state_that_it_is_given_carries_one() -> None:
+    hidden = torch.ones(2, 5, 4)
+    assert carried_state(Summing().forward, (hidden,), {}) == CarriedState(recurrent=(4,), ahead=(4, 2))
+    assert carried_state(Summing().forward, (hidden,), {"cache": object()}) is None
+    for module in (Forgetful(), Attending(), nn.Identity()):
+        assert carried_state(module.forward, (hidden,), {}) is None
 
 
 class Shortened(MptMLP):

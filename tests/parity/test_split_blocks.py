@@ -33,6 +33,11 @@ SLOW: list[tuple[str, str, int, dict[str, Any]]] = [  # task, type, ranks, setti
     ("seq2seq_lm", "bart", 2, {"data": {"sequence_length": 19}, "training": {"microbatch_size": 2}}),
     ("seq2seq_lm", "longt5", 2, {}),  # attention in chunks of its own
     ("causal_lm", "qwen3_next", 2, {**UNEVEN, **FULL}),  # a recurrent mixer and attention, by turns
+    ("causal_lm", "falcon_h1", 4, {"parallel": {"context_parallel_degree": 4}, "data": {"sequence_length": 27}}),
+    ("causal_lm", "kimi_linear", 3, {"parallel": {"context_parallel_degree": 3}, **UNEVEN, **FULL}),
+    ("causal_lm", "nemotron_h", 4, {"parallel": {**CONTEXT, "tensor_parallel_degree": 2}, **UNEVEN}),
+    ("causal_lm", "lfm2_moe", 4, {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 4}, **UNEVEN}),
+    ("causal_lm", "zamba2", 2, {"data": {"sequence_length": 5}}),  # chunks shorter than what a convolution reads
     ("causal_lm", "mamba", 4, {"parallel": {**CONTEXT, "sharded_data_parallel_degree": 4}, **UNEVEN}),
     ("causal_lm", "mpt", 3, {"parallel": {"context_parallel_degree": 3}, **UNEVEN}),
     ("causal_lm", "mpt", 4, {"parallel": {**CONTEXT, "tensor_parallel_degree": 2}, **UNEVEN}),
@@ -60,14 +65,39 @@ def split_job(directory: Path, task: str, model_type: str, settings: dict[str, A
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task, model_type, ranks, settings", SLOW)
+QUICK: list[tuple[str, str, int, dict[str, Any]]] = [("causal_lm", "mamba2", 2, UNEVEN)]  # states go from rank to rank
+
+
+@pytest.mark.parametrize(
+    "task, model_type, ranks, settings", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_rows_in_blocks_alone_agree_with_one_process(
     world_pool: WorldPool, tmp_path: Path, task: str, model_type: str, ranks: int, settings: dict[str, Any]
 ) -> None:
     job = split_job(tmp_path, task, model_type, settings)
     assert facts_of(job).split_forward is not None
     check_agrees(world_pool, ranks, job)
+
+
+def positions_of_mixers(job: Job) -> set[int]:
+    """Return how many positions mixers are given at once."""
+    run, seen = set_up(job, torch.device("cpu")), set()
+    forward = run.facts.split_forward
+    assert forward is not None and forward.gathered
+    for module in forward.gathered:
+        mixer = run.model.module.get_submodule(module.name)
+        mixer.register_forward_pre_hook(lambda _, args, kwargs: seen.add(args[0].shape[1]), with_kwargs=True)
+        projection = next(part for part in mixer.modules() if isinstance(part, torch.nn.Linear))
+        projection.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1]))
+    evaluate(run.model, run.objective, list(run.stream.evaluation(run.data.validation, 1)))
+    return seen
+
+
+@pytest.mark.slow
+def test_a_mixer_sees_one_chunk_at_a_time(world_pool: WorldPool, tmp_path: Path) -> None:
+    job = split_job(tmp_path, "causal_lm", "mamba2", {"data": {"sequence_length": 13, "validation_fraction": 0.2}})
+    for seen in world_pool.run(2, positions_of_mixers, job):
+        assert seen == {4, 8}  # a quarter of 13 and its padding, of a rank's half
 
 
 SPANS: list[tuple[int, dict[str, Any]]] = [

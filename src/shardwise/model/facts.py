@@ -12,6 +12,7 @@ from functools import cached_property
 
 from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, Capability, refused
+from shardwise.model.carried_state import CarriedState
 from shardwise.model.parameter_kinds import ParameterKinds
 from shardwise.model.parameter_writes import ForwardEffects
 from shardwise.model.tensor_split import TensorSplit
@@ -128,12 +129,14 @@ class GatheredModule:
         side: of the sequences: ENCODER or DECODER.
         arguments: numbers of the leaves of (args, kwargs) that are gathered.
         results: numbers of the leaves of what it returns of which the block has some rows again.
+        carries: what it hands on where it runs on some rows after the other in the place of all; None: it cannot.
     """
 
     name: str
     side: int
     arguments: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
+    carries: CarriedState | None = None
 
 
 @dataclass(frozen=True)

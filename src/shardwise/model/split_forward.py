@@ -7,7 +7,8 @@ given all of them, and its output is cut again. Attention that goes through the 
 and values alone. An encoder's output is gathered whole for the decoder.
 
 Which modules look at other rows shows a forward on fake tensors in which parts have a length of their own: an operator
-that is not known to keep rows apart (`row_operators`), or a failure, makes its module one that gets all rows.
+that is not known to keep rows apart (`row_operators`), or a failure, makes its module one that gets all rows. A mixer
+that can go on from the state behind other rows needs that alone (`carried_state`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from shardwise._torch_compat.tracing import tree_flatten, tree_unflatten
+from shardwise.model.carried_state import CarriedState, carried_state
 from shardwise.model.config_cache import once_a_config
 from shardwise.model.experts import expert_stacks
 from shardwise.model.facts import DECODER, ENCODER, GatheredModule, SplitAttention, SplitBlock, SplitForward
@@ -191,7 +193,8 @@ class _Trial:
         numbers = tuple(number for number, leaf in enumerate(results) if _has_rows(leaf, whole))
         if not numbers:
             raise RuntimeError(f"{module.name} looks at other positions and returns no hidden states")
-        described = GatheredModule(module.name, module.side, module.arguments, numbers)
+        carries = self._carried(forward, leaves, tree) if numbers == module.arguments == (0,) else None
+        described = GatheredModule(module.name, module.side, module.arguments, numbers, carries)
         if self.gathered.setdefault(module.name, described) != described:
             raise RuntimeError(f"{module.name} is called in several ways")
         inside = f"{module.name}."
@@ -200,6 +203,12 @@ class _Trial:
             self.attention.pop(name, None)
         self.attention.pop(module.name, None)
         return tree_unflatten([_resized(x, part) if n in numbers else x for n, x in enumerate(results)], form)
+
+    def _carried(self, forward: Callable[..., Any], leaves: list[Any], tree: Any) -> CarriedState | None:
+        """Return what a module hands on that is given some rows after the others."""
+        args, kwargs = tree_unflatten(leaves, tree)
+        with self._trust(True):
+            return carried_state(forward, args, kwargs)
 
     def _encode(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         whole, part = self.lengths[ENCODER]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from shardwise.collectives.context import deal_chunks, gather_sequence, heads_for_rows, rows_for_heads
+from shardwise.collectives.handoff import Handoffs
 from shardwise.errors import DataError
 from shardwise.job.axes import Axis
 from shardwise.kernels.attention.interface import PREFIX, own_attention, set_implementation
@@ -117,6 +118,7 @@ class ContextParallel:
     ) -> None:  # fmt: skip
         self.group, self.degree = layout.group(Axis.CONTEXT), layout.size(Axis.CONTEXT)
         self.index = layout.index(Axis.CONTEXT)
+        self.handoffs = Handoffs(self.group)
         self.tensor_index = 0 if heads_whole else layout.index(Axis.TENSOR)  # of the ranks that share the heads
         self.method, self.causal = plan.context_method, plan.job.model.task == "causal_lm"
         self.dtype = torch_dtype(plan.dtypes.compute)

@@ -4,7 +4,8 @@ It is the way of models that cannot be told positions, and of such as look at ot
 AttentionInterface (model/split_forward.py). The model makes positions, masks and biases of whole sequences. A block
 that is given whole hidden states takes this rank's rows of them; loss and gradients then are those of these rows, and
 sums over the ranks are the whole. A module that looks at other rows runs on all of them, on every rank, and its output
-is cut again. Attention through the interface takes the keys and values of all rows, for this rank's queries.
+is cut again; a mixer that can go on from a state runs on its own (parallel/carried_state.py). Attention through the
+interface takes the keys and values of all rows, for this rank's queries.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shardwise._torch_compat.tracing import tree_flatten, tree_unflatten
 from shardwise.collectives.context import gather_sequence
 from shardwise.kernels.dropout import active_scope
 from shardwise.model.facts import ENCODER, GatheredModule, SplitBlock, SplitForward
+from shardwise.parallel.carried_state import run_in_chunks
 from shardwise.parallel.context import SequenceShard
 
 
@@ -53,12 +55,14 @@ def _entered(block: SplitBlock, forward: Callable[..., Any], *args: Any, **kwarg
 
 
 def _gathered(module: GatheredModule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a module on whole sequences, and take this rank's rows of what it returns."""
+    """Run a module on whole sequences, and take this rank's rows of what it returns; or go on from the rows before."""
     scope = active_scope()
     if scope is None or scope.sequences is None or not scope.sides:
         return forward(*args, **kwargs)
     shard = cast(SequenceShard, scope.sequences)
     leaves, tree = tree_flatten((args, kwargs))
+    if module.carries is not None and not _sees_all(module, shard, leaves):
+        return run_in_chunks(module, shard.context.handoffs, forward, args, kwargs)
     for number in module.arguments:
         leaves[number] = whole_rows(shard, leaves[number])
     args, kwargs = tree_unflatten(leaves, tree)
@@ -70,6 +74,13 @@ def _gathered(module: GatheredModule, forward: Callable[..., Any], *args: Any, *
     for number in module.results:
         results[number] = shard.local(results[number])
     return tree_unflatten(results, form)
+
+
+def _sees_all(module: GatheredModule, shard: SequenceShard, leaves: Sequence[Any]) -> bool:
+    """Tell whether a mixer is given numbers of all rows, as masks are, or documents apart: then no state is enough."""
+    others = [leaf for number, leaf in enumerate(leaves) if number not in module.arguments]
+    masks = (leaf for leaf in others if isinstance(leaf, Tensor) and leaf.dim() > 1)
+    return shard.documents is not None or any(shard.length in mask.shape for mask in masks)
 
 
 def _encoded(numbers: Sequence[int], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
