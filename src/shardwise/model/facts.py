@@ -406,8 +406,8 @@ class ModelFacts:
     @cached_property
     def fewest_gathered(self) -> int:
         """Output features of the smallest layer whose outputs are gathered; 0 where there is none."""
-        names = [name for name, split in self.tensor_splits.items() if split.kind == "gathered"]
-        return min((self.linears[name][1] for name in names), default=0)
+        gathered = {name: split.dim for name, split in self.tensor_splits.items() if split.kind == "gathered"}
+        return min((self.parameter_shapes[f"{name}.weight"][dim] for name, dim in gathered.items()), default=0)
 
     @cached_property
     def shared_parts(self) -> int:
