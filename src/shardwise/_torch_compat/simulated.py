@@ -106,14 +106,19 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the kernel that a GPU would choose; a plain device of Python's would have products and a softmax."""
+    """Attention by the kernel that a GPU would choose; a plain device of Python's would have products and a softmax.
+
+    Torch turns a mask of bools into numbers first, in each call (`sdp::convert_boolean_attn_mask`).
+    """
     narrow, heads = query.element_size() == 2, query.shape[-3] == key.shape[-3]
-    size = query.shape[-1]
+    size, is_constant = query.shape[-1], attn_mask is None or not attn_mask.requires_grad
     if attn_mask is None and narrow and query.dim() == 4 and size == value.shape[-1] <= LARGEST_HEAD:
         outputs = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-    elif attn_mask is None and heads and query.dim() == 4:
+    elif is_constant and heads and query.dim() == 4:
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         outputs = _ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, None, query.requires_grad, dropout_p, is_causal, scale=scale
+            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
         )
     else:
         outputs = _ATEN._scaled_dot_product_attention_math(
@@ -150,6 +155,8 @@ class SimulatedFakeMode(RememberedFakeMode):
         """Work out an operator, and mark what it leaves in pinned memory, or makes of Python's values."""
         if func is record_stream:
             return None  # torch would run it, on real memory
+        if func is add_product:  # of which torch has no shapes
+            return (kwargs or {})["out"]
         mark = OF_VALUES if func is lift else PINNED if pins_output(func, args, kwargs) else None
         if func is pin:
             func, args, kwargs = _ATEN.clone.default, args[:1], {}
@@ -163,6 +170,7 @@ class SimulatedFakeMode(RememberedFakeMode):
 
 
 record_stream = _ATEN.record_stream.default
+add_product = _ATEN.addmm.dtype_out  # of fewer bits, to a tensor of more
 pin = _ATEN._pin_memory.default
 lift = _ATEN.lift_fresh.default
 to_copy = _ATEN._to_copy.default

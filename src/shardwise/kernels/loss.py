@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from shardwise._torch_compat.tracing import is_fake
+from shardwise.job.devices import CUDA, kernels_of
 
 IGNORED = -100
 MOST_COUNTED = 15 / 16  # share of rows with a label from which all are computed
@@ -327,7 +328,8 @@ class _Gradients:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add `left @ right`, which has fewer bits, to `total`; CUDA does it in one pass, without rounding in between."""
-    if total.is_cuda and torch.version.cuda and not is_fake(total):
+    is_there = not total.is_cuda or (torch.version.cuda and not is_fake(total))  # ROCm's and torch's fake one are not
+    if kernels_of(total.device.type) == CUDA and is_there:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)

@@ -95,6 +95,13 @@ class AttentionCall:
         bias = self.bias.to(self.query.dtype)
         return bias if mask is None else torch.where(mask.dense, bias, torch.finfo(bias.dtype).min)
 
+    def added(self) -> Tensor | None:
+        """Return the same as numbers alone: torch's kernels turn bools into those in each call, and keep them."""
+        mask = self.mask
+        if mask is None or mask.causal or self.bias is not None:
+            return self.dense()
+        return mask.as_additive(self.query.dtype)
+
     def dropout_factors(self) -> DropoutFactors:
         """Return the factors of the step's dropout scope; without one, of torch's generator."""
         batch, heads, queries, _ = self.query.shape

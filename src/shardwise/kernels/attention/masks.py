@@ -66,9 +66,9 @@ class Mask:
         return self.block(slice(None), slice(None))
 
     def as_additive(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole mask as numbers to add."""
+        """Return the whole mask as numbers to add: one tensor for all layers."""
         if self._additive is None or self._additive.dtype != dtype:
-            self._additive = to_additive_mask(self.dense, dtype)
+            self._additive = to_additive_mask(self.block(slice(None), slice(None)), dtype)
         return self._additive
 
     _additive: Tensor | None = None

@@ -33,12 +33,13 @@ def cudnn(call: AttentionCall) -> Tensor:
 
 
 def _scaled_dot_product(call: AttentionCall, backend: SDPBackend | None = None) -> Tensor:
-    mask = call.dense()
+    mask = call.added()
     grouped = call.key.shape[1] != call.query.shape[1]
     keys, values, options = call.key, call.value, {}
-    # The CPU's kernel adds the gradients of a group's keys up in their own dtype, which 16 bits are too few for.
-    coarse = call.query.device.type == "cpu" and call.query.element_size() < 4
-    takes_groups = mask is None and not coarse and backend is not SDPBackend.EFFICIENT_ATTENTION
+    # The CPU's kernel adds the gradients of a group's keys up in their own dtype, which 16 bits are too few for. On
+    # accelerators those of 16 bits alone take groups; of others torch would write all scores.
+    fits = (call.query.element_size() < 4) is (call.query.device.type != "cpu")
+    takes_groups = mask is None and fits and backend is not SDPBackend.EFFICIENT_ATTENTION
     if grouped and takes_groups:
         options = {"enable_gqa": True}
     elif grouped:

@@ -13,9 +13,12 @@ size I and c bytes a number, autograd saves, each tensor once however many opera
   Where query, key and value are slices of one projection, any one of them keeps the whole projection alive; with rotary
   positions query and key are new tensors beside it. Where heads lie apart in the result, putting them together for the
   output projection is a copy (GPT-NeoX concatenates rotated and unrotated parts head by head).
+- attention (efficient), which torch takes on accelerators for masks and for fp32: the same, but key and value are
+  copied for each query head, and heads lie side by side in the result.
 - attention that is not fused: query, key and value each [T, A] laid out for batched products, and the probabilities
-  [B, heads, S, S]; with dropout also the mask and what is left of them. The result is not kept, but its copy with heads
-  side by side is, as the output projection's input. SDPA on a CPU does not fuse with dropout.
+  [B, heads, S, S], which models compute in fp32 and keep beside the cast; with dropout also the mask and what is left
+  of them. The result is not kept, but its copy with heads side by side is, as the output projection's input. SDPA on a
+  CPU does not fuse with dropout.
 - activation function: GELU or SiLU its input [T, I]; ReLU nothing of its own, since its result is the next linear's
   input. A gated MLP keeps gate, its activation, and the other factor.
 - experts: a token that goes to k of them is k rows. Their input [kT, H], gathered by expert; as in a gated MLP four of
@@ -90,7 +93,7 @@ class BlockKind:
         )
 
 
-Attention = Literal["fused", "eager", "math"]  # math: SDPA that could not fuse
+Attention = Literal["fused", "efficient", "eager", "math"]  # math: SDPA that could not fuse
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class LocalMicrobatch:
     bytes: int  # of a number in the compute dtype
     attention: Attention = "fused"
     dropout: bool = False  # masks are kept
-    gathered: float = 0.0  # bytes of other ranks' keys and values, and of the mask over them
+    gathered: float = 0.0  # other ranks' keys and values, as a multiple of this rank's
     tensor: int = 1  # ranks that share heads and inner features
     scattered: bool = False  # and the tokens between them
     expert: int = 1  # ranks that share the experts
@@ -223,9 +226,10 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch
     row = shape.tokens * shape.bytes * heads
     key_value = facts.key_value_width * facts.key_value_copies(shape.tensor) / shape.tensor
     qkv = row + 2 * shape.tokens * shape.bytes * key_value
-    fused = shape.attention == "fused"
+    fused = shape.attention in ("fused", "efficient")
     size = facts.hidden_size * (heads + 2 * key_value)
     saved, working = _fused_attention(facts, kind, shape, row, qkv) if fused else _plain_attention(facts, shape, row)
+    apart = kind.heads_apart if shape.attention == "fused" else not fused
     output = facts.hidden_size * heads
     return [
         _norm("attention norm", between, kind, shape),
@@ -233,8 +237,8 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch
             "query, key, value", between, qkv, _input_gradients(1 if kind.fused_projection else 3, whole, shape), size
         ),
         ModuleMemory("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
-        ModuleMemory("attention", saved + shape.gathered, row if fused else 0.0, working),
-        ModuleMemory("attention output", row if kind.heads_apart or not fused else 0.0, whole, whole, output),
+        ModuleMemory("attention", saved, row if fused else 0.0, working),
+        ModuleMemory("attention output", row if apart else 0.0, whole, whole, output),
         ModuleMemory("attention dropout", _mask(between, shape)),
     ]
 
@@ -244,15 +248,21 @@ def _fused_attention(
 ) -> tuple[float, float]:
     """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
     rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
-    return qkv + rotated + row + 4 * shape.tokens * facts.attention_heads / shape.tensor, qkv + rotated
+    copied = 3 * row - qkv if shape.attention == "efficient" else 0.0
+    others = shape.gathered * (qkv - row + copied)
+    heads = qkv + copied + others + rotated
+    return heads + row + FP32 * shape.tokens * facts.attention_heads / shape.tensor, heads
 
 
 def _plain_attention(facts: ModelFacts, shape: LocalMicrobatch, row: float) -> tuple[float, float]:
     """(saved, working): copies of query, key and value, and matrices of all scores."""
     scores = shape.tokens * shape.sequence * facts.attention_heads / shape.tensor
     masked = scores * shape.bytes if shape.attention == "math" else scores  # as numbers, or one byte an element
-    saved = scores * shape.bytes + (scores * shape.bytes + masked if shape.dropout else 0)
-    return 3 * row + saved, 3 * row + 2 * scores * shape.bytes
+    cast = shape.bytes if shape.bytes < FP32 else 0
+    wide = scores * max(FP32, shape.bytes)
+    saved = wide + scores * cast + (scores * shape.bytes + masked if shape.dropout else 0)
+    others = 2 * row * shape.gathered
+    return 3 * row + others + saved, 3 * row + others + 2 * wide
 
 
 def _mlp_norm(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> ModuleMemory:

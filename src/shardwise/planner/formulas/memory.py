@@ -46,6 +46,7 @@ from shardwise.plan.draft import group_size, in_flight
 from shardwise.plan.optimizer_offload import offloaded_parameters
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
+    FP32,
     Attention,
     BlockKind,
     LocalMicrobatch,
@@ -316,16 +317,26 @@ class _Step:
 
     @cached_property
     def _always(self) -> float:
-        """The mask of isolated documents, which all blocks share; on a CPU the pool of offloaded inputs; what other
-        microbatches keep on a pipeline stage, the stages' traffic, and what weight gradients wait with."""
-        documents = self.tokens * self.plan.sequence_length if self.job.isolates_documents else 0.0
-        mask = documents * self.compute * self.plan.masks_whole
+        """The mask, which all blocks share; on a CPU the pool of offloaded inputs; what other microbatches keep on a
+        pipeline stage, the stages' traffic, and what weight gradients wait with."""
+        mask = self._mask * self.compute
         of_microbatch = self._kept_until[-1] / max(1, len(self.stages)) + mask
         later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
         others = (self.flights - 1) * of_microbatch + later
         if self.plan.in_v:  # they wait when no forward comes any more: by then as many fewer are in flight
             others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * of_microbatch)
         return mask + (0.0 if self.on_accelerator else self._pool) + others + self._traffic
+
+    @cached_property
+    def _mask(self) -> float:
+        """Elements of the mask of isolated documents, or of pairs' completions; of gathered keys one for all rows."""
+        if not self.plan.masks_whole or self.plan.context_method == "ring":
+            return 0.0
+        if self.job.isolates_documents or self.job.reads_pairs:
+            ranks = self.context if self.plan.context_method == "ulysses" else 1
+            return float(self.tokens * ranks * self.plan.sequence_length)
+        is_split = self.plan.context_method == "all_gather"
+        return float(self.plan.positions * self.plan.sequence_length) if is_split else 0.0
 
     @property
     def _traffic(self) -> float:
@@ -352,15 +363,13 @@ class _Step:
         facts, job = self.facts, self.job
         if not facts.attention_heads:
             return []
-        unfused = facts.has_attention_dropout and not self.on_accelerator and self.plan.masks_whole
-        attention: Attention = "eager" if job.model.attention == "eager" else "math" if unfused else "fused"
         shape = LocalMicrobatch(
             self.tokens,
             self.plan.sequence_length,
             self.compute,
-            attention,
+            self._attention,
             facts.has_attention_dropout or bool(job.model.dropout),
-            self._gathered_keys,
+            self.context - 1 if self.plan.context_method == "all_gather" else 0,
             1 if facts.heads_whole else self.tensor,
             self.plan.sequence_parallel,
             self.plan.degrees[Axis.EXPERT],
@@ -381,14 +390,15 @@ class _Step:
         return backward_peak(self.pieces, self.compute) if self.pieces else (0.0, 0.0)
 
     @property
-    def _gathered_keys(self) -> float:
-        """Return the bytes of the other ranks' keys and values that attention gathers, and of its rows of the mask."""
-        if self.plan.context_method != "all_gather":
-            return 0.0
-        tensor = 1 if self.facts.heads_whole else self.tensor
-        width = self.facts.key_value_width * self.facts.key_value_copies(tensor) / tensor
-        others = 2 * width * self.tokens * (self.context - 1)
-        return (others + self.plan.masks_whole * self.plan.positions**2 * self.context) * self.compute
+    def _attention(self) -> Attention:
+        """Return the kind of kernel that attention gets."""
+        if self.job.model.attention == "eager":
+            return "eager"
+        if self.on_accelerator:
+            by_torch = self.plan.masks_whole and self.plan.context_method != "ring"  # whose blocks have kernels
+            masked = self._mask or self.job.model.attention == "efficient"
+            return "efficient" if by_torch and (masked or self.compute >= FP32) else "fused"
+        return "math" if self.facts.has_attention_dropout and self.plan.masks_whole else "fused"
 
     @cached_property
     def reached(self) -> list[bool]:

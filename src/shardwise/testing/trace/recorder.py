@@ -240,7 +240,7 @@ class RankRecorder(TorchDispatchMode):
             self._use(args)
         if not self.noting:
             return output
-        work = work_of(func, args, output, tensors)
+        work = work_of(func, args, kwargs or {}, output)
         if self._has_host and not all(map(self._storages.counts, tensors)):
             copies = copies_of(func, args, kwargs or {})
             if copies:

@@ -4,7 +4,8 @@ One rank of each stage is replayed; those beside it do the same at the same time
 a value is read. A collective begins when computation has come to it and its stream is free. What FSDP2 gathers begins
 when the unit before is in use, and is waited for where it is used; what it reduces is waited for at the end of the last
 backward, and by the next reduction. Copies between accelerator and host have streams of their own, as the code asks for
-them, and updates in host memory take the host's time, or a thread's. Two things at once do not slow each other down.
+them, and updates in host memory take the host's time, or a thread's. Computation and FSDP2's collectives beside it slow
+each other down as the planner's formulas say (`communication.overlapped_seconds`), from one gathered unit to the next.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardwise.planner.formulas.communication import overlapped_seconds
 from shardwise.testing.trace.agreement import Program, RankState, RankWorld, Stream, Turn
 from shardwise.testing.trace.program import (
     HOST_WAITS,
@@ -51,6 +53,8 @@ class Clock:
     Attributes:
         host, computation: seconds.
         used: when the last gathered unit was taken into use.
+        computed: seconds of operators since then.
+        beside: (start, end) of FSDP2's collectives that may have gone on since then.
         reduced: when the last reduction of a unit is done.
         streams: seconds of each group's, FSDP2's gathering and reduction apart.
         copying: seconds of each stream of copies between accelerator and host, by number.
@@ -67,6 +71,8 @@ class Clock:
     host: float = 0.0
     computation: float = 0.0
     used: float = 0.0
+    computed: float = 0.0
+    beside: list[tuple[float, float]] = field(default_factory=list)
     reduced: float = 0.0
     streams: dict[tuple[Stream, str], float] = field(default_factory=dict)
     copying: dict[int, float] = field(default_factory=dict)
@@ -134,12 +140,14 @@ class Replay(RankWorld):
 
     def _operate(self, rank: int, clock: Clock, operators: Operators) -> None:
         if operators.phase == UPDATE:
+            self._slow(clock)
             clock.computation = max(clock.computation, clock.reduced)
         device, host = self._roofline.device_seconds(operators), self._roofline.host_seconds(operators)
         start = max(clock.computation, clock.host)
         clock.host += host
         clock.computation = max(start + device, clock.host)
         clock.busy += device
+        clock.computed += device
         clock.launching += host
         seconds = clock.computation - start
         clock.updating += seconds if operators.phase == UPDATE else 0.0
@@ -196,11 +204,20 @@ class Replay(RankWorld):
         waited = max(0.0, turn.done - max(clock.computation, clock.host))
         clock.computation = max(clock.computation, turn.done)
         if entry.at_use:
+            self._slow(clock)
             clock.used = clock.computation
         if call.is_message:
             clock.messages += waited
         else:
             clock.collectives += waited
+
+    def _slow(self, clock: Clock) -> None:
+        """Add what computation and the collectives beside it have lost to each other."""
+        now = clock.computation
+        moved = sum(max(0.0, min(end, now) - start) for start, end in clock.beside)
+        both = overlapped_seconds(clock.computed, moved, self._roofline.stack.overlap)
+        clock.computation += both - max(clock.computed, moved)
+        clock.computed, clock.beside = 0.0, [(max(now, start), end) for start, end in clock.beside if end > now]
 
     def issued(self, rank: RankState, turn: Turn) -> None:
         clock, call = self.clocks[rank.number], turn.calls[0]
@@ -222,6 +239,8 @@ class Replay(RankWorld):
         for turn, call, clock, key in zip(turns, calls, clocks, keys, strict=True):
             clock.streams[key] = start + seconds
             turn.done = max(turn.done, start + seconds)
+            if call.is_apart:
+                clock.beside.append((start, start + seconds))
             if call.is_apart and call.operation != "all_gather":
                 clock.reduced = max(clock.reduced, turn.done)
             stream = f"{call.group}: {key[1]}" if key[1] else call.group

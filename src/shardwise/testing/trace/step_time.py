@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.errors import LegalityError
 from shardwise.model.facts import ModelFacts
 from shardwise.planner.formulas.configure import configuration_of
-from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.predict import STRAGGLERS, predict
 from shardwise.planner.formulas.prediction import Cluster
 from shardwise.testing.trace.agreement import Program
 from shardwise.testing.trace.job import JobTrace
@@ -43,7 +43,7 @@ class StepTime:
     """The replayed step of one rank of each stage.
 
     Attributes:
-        seconds: of a whole step.
+        seconds: of a whole step; the slowest of many nodes takes longer.
         traced: of the traced microbatches.
         closed_form: seconds of a step as the planner says; None of a plan whose time it does not know.
         clocks, hosts: by rank.
@@ -94,7 +94,9 @@ def step_time(trace: JobTrace, facts: ModelFacts, cluster: Cluster) -> StepTime:
     more = (whole - count) / count * max(clock.own for clock in replay.clocks.values())
     hosts = {number: _host(rank, replay.clocks[number], trace) for number, rank in ranks.items()}
     closed_form = _closed_form(trace, facts, cluster)
-    return StepTime(replay.seconds + more, replay.seconds, closed_form, replay.clocks, hosts, replay.slices)
+    slowed = 1 + STRAGGLERS * math.log2(cluster.nodes)
+    seconds = (replay.seconds + more) * slowed
+    return StepTime(seconds, replay.seconds, closed_form, replay.clocks, hosts, replay.slices)
 
 
 def _beside(rank: RankTrace) -> bool:

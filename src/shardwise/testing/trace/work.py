@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,16 +19,19 @@ WITHOUT_KERNEL = {
 }  # fmt: skip
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_mm": 0}  # -> its first operand
 FUSED = "_scaled_dot_product_flash_attention"
-ATTENTION = {FUSED: 1.0, f"{FUSED}_backward": 2.5, f"{FUSED}_for_cpu": 1.0, f"{FUSED}_for_cpu_backward": 2.5}
+ATTENTION = {
+    f"{name}{backward}": 2.5 if backward else 1.0
+    for name in (FUSED, f"{FUSED}_for_cpu", "_scaled_dot_product_efficient_attention")
+    for backward in ("", "_backward")
+}
 BYTES: Kind = ("bytes",)
+OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"}
+PICKED = {"gather", "index", "index_select", "embedding"}  # read as much of their first argument as comes out
+PUT = {"scatter_", "scatter_add_", "index_put_", "_index_put_impl_", "index_add_", "index_copy_"}
 
 
-def work_of(func: Any, args: tuple[Any, ...], output: Any, tensors: Sequence[Tensor]) -> tuple[Kind, int] | None:
-    """Return (kind of work, how much of it); None where no kernel is launched.
-
-    Args:
-        tensors: all that go in or come out.
-    """
+def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> tuple[Kind, int] | None:
+    """Return (kind of work, how much of it); None where no kernel is launched."""
     name = func._opname
     if func.is_view or name in WITHOUT_KERNEL or func.namespace == "prim":
         return None
@@ -36,15 +39,27 @@ def work_of(func: Any, args: tuple[Any, ...], output: Any, tensors: Sequence[Ten
         return _product(args[PRODUCTS[name]], args[PRODUCTS[name] + 1], output)
     if name in ATTENTION:
         return _attention(name, args)
-    moved = sum(_moved(tensor) for tensor in tensors)
-    if output is None:  # what is written in place is read too, and does not come out
-        moved += sum(_moved(leaf) for leaf in tree_leaves(_written(func, args)) if isinstance(leaf, Tensor))
-    return BYTES, moved
-
-
-def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    given: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+    if name in PICKED or name in PUT:
+        return BYTES, _at_places(name, given, output)
     places = written_arguments(func)
-    return [arg for place, arg in enumerate(args) if place in places]
+    # What is written in place is read too, unless it is overwritten; what is named `out` never is.
+    read = [arg for place, arg in given.items() if place not in places or (place == 0 and name not in OVERWRITES)]
+    written = [arg for place, arg in given.items() if place in places] if output is None else output
+    return BYTES, _bytes(read) + _bytes(written)
+
+
+def _at_places(name: str, given: Mapping[int | str, Any], output: Any) -> int:
+    """Return the bytes of an operator that reads, or adds to, a few places of its first argument."""
+    others = [arg for place, arg in given.items() if place != 0]
+    if name in PICKED:
+        return _bytes(others) + 2 * _bytes(output)
+    values = max((_moved(leaf) for leaf in tree_leaves(others) if isinstance(leaf, Tensor)), default=0)
+    return _bytes(others) + 2 * values
+
+
+def _bytes(values: Any) -> int:
+    return sum(_moved(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _product(left: Tensor, right: Tensor, output: Tensor) -> tuple[Kind, int]:
@@ -60,7 +75,9 @@ def _attention(name: str, args: tuple[Any, ...]) -> tuple[Kind, int]:
     backward = "backward" in name
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     batch, heads, length, size = query.shape
-    causal = next((value for value in args if isinstance(value, bool)), False)
+    # Flash attention's first bool; the other kernel's last, behind whether statistics are wanted.
+    bools = [value for value in args if isinstance(value, bool)]
+    causal = bool(bools) and bools[-1 if "efficient" in name else 0]
     flops = 4 * batch * heads * length * key.shape[2] * size * ATTENTION[name] / (2 if causal else 1)
     return ("attention", round(flops / 1000), key.shape[2], size), 1
 
