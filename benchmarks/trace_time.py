@@ -134,9 +134,9 @@ def _parallel(ran: TrainingConfiguration) -> dict[str, Any]:
     parallel = {key: degree for key, degree in parallel.items() if degree > 1}
     if ran.sequence_parallel:
         parallel["sequence_parallel"] = True
-    if ran.zero == 3:
-        return parallel | {"sharded_data_parallel_degree": ran.shard}
-    return parallel | ({"shard_optimizer_state": True} if ran.zero else {})
+    if ran.zero in (1, 2) and ran.shard > 1:
+        return parallel | {"shard_optimizer_state": True}
+    return parallel | {"sharded_data_parallel_degree": ran.shard if ran.zero == 3 else 1}
 
 
 def _traced(jobs: Sequence[RowJob], processes: int) -> Iterator[dict[str, Any]]:

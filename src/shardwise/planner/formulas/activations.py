@@ -116,8 +116,9 @@ class LocalMicrobatch:
 class ModuleMemory:
     """A module of a block, in bytes and elements.
 
-    saved: kept from forward to backward. kept: what selective checkpointing keeps of its outputs. working: held besides
-    at the worst moment of its backward. parameters: elements whose gradients exist once its backward is done.
+    saved: kept from forward to backward. normalised: of that, what the weight of an RMS norm needs. kept: what
+    selective checkpointing keeps of its outputs. working: held besides at the worst moment of its backward.
+    parameters: elements whose gradients exist once its backward is done.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ModuleMemory:
     kept: float = 0.0
     working: float = 0.0
     parameters: float = 0.0
+    normalised: float = 0.0
 
 
 def _shapes_of_block(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
@@ -170,6 +172,7 @@ def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch)
 def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMicrobatch) -> list[ModuleMemory]:
     """Return the modules of a block that is trained in part: inputs that no trained layer reads are not kept.
 
+    Nor are the normalised values that a frozen norm scales, and the rows that frozen experts read.
     Adapters keep what lies between their factors besides, and DoRA the product that row lengths multiply. Those of
     experts keep the changed stacks, which get a gradient. One packed weight at a time is unpacked.
     """
@@ -183,6 +186,10 @@ def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMi
         "MLP up": any(out in inner for _, out in trained),
         "MLP down": any(into == facts.intermediate_size for into, _ in trained),
     }
+    block = f"{facts.blocks[-1].name}."
+    if not facts.experts_copied and _experts_are_frozen(facts, block):
+        read |= {"experts up": False, "experts down": False}
+    pieces = _without_normalised(pieces, facts, block)
     kept = [piece if read.get(piece.name, True) else replace(piece, saved=0.0) for piece in pieces]
     adapters = [facts.adapters[name] for name in layers if name in facts.adapters]
     features = sum(one.rank + (one.outputs / shape.tensor if one.has_magnitude else 0) for one in adapters)
@@ -190,6 +197,20 @@ def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMi
     unpacked = max((math.prod(layers[name]) for name in layers if f"{name}.weight" in facts.packed), default=0)
     working = changed + shape.bytes * unpacked / shape.tensor
     return [ModuleMemory("adapters", shape.tokens * shape.bytes * features + changed, working=working), *kept]
+
+
+def _experts_are_frozen(facts: ModelFacts, block: str) -> bool:
+    adapted = any(one.experts for name, one in facts.adapters.items() if name.startswith(block))
+    stacks = [name for name in facts.expert_parameters if name.startswith(block)]
+    return bool(stacks) and not adapted and all(name in facts.frozen for name in stacks)
+
+
+def _without_normalised(pieces: Sequence[ModuleMemory], facts: ModelFacts, block: str) -> list[ModuleMemory]:
+    """Return the modules of a block without what its norms' weights would need, where these are frozen."""
+    shapes = {name: shape for name, shape in facts.base_shapes.items() if name.startswith(block)}
+    if any(f"{norm}.weight" not in facts.frozen for norm in _norms(shapes)):
+        return list(pieces)
+    return [replace(piece, saved=piece.saved - piece.normalised) for piece in pieces]
 
 
 def _changed_stacks(facts: ModelFacts, shape: LocalMicrobatch) -> float:
@@ -316,7 +337,7 @@ def _norm(name: str, row: float, kind: BlockKind, shape: LocalMicrobatch) -> Mod
     tokens = shape.tokens / shape.tensor if shape.scattered else shape.tokens
     if kind.rms_norm:
         wide = row * 4 / min(shape.bytes, 4)
-        return ModuleMemory(name, wide + row + 4 * tokens, 0.0, 3 * wide)
+        return ModuleMemory(name, wide + row + 4 * tokens, 0.0, 3 * wide, normalised=row)
     return ModuleMemory(name, row + 8 * tokens, 0.0, row)
 
 

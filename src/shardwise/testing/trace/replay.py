@@ -55,7 +55,9 @@ class Clock:
         used: when the last gathered unit was taken into use.
         computed: seconds of operators since then.
         beside: (start, end) of FSDP2's collectives that may have gone on since then.
-        reduced: when the last reduction of a unit is done.
+        scattered: when the last reduction of a unit over its shards is done.
+        reduced: when all reductions are done, those between replicas too.
+        apart: seconds that computation has waited for FSDP2's collectives.
         streams: seconds of each group's, FSDP2's gathering and reduction apart.
         copying: seconds of each stream of copies between accelerator and host, by number.
         copied: (stream, number) of a copy -> when it is done.
@@ -73,7 +75,9 @@ class Clock:
     used: float = 0.0
     computed: float = 0.0
     beside: list[tuple[float, float]] = field(default_factory=list)
+    scattered: float = 0.0
     reduced: float = 0.0
+    apart: float = 0.0
     streams: dict[tuple[Stream, str], float] = field(default_factory=dict)
     copying: dict[int, float] = field(default_factory=dict)
     copied: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -141,7 +145,7 @@ class Replay(RankWorld):
     def _operate(self, rank: int, clock: Clock, operators: Operators) -> None:
         if operators.phase == UPDATE:
             self._slow(clock)
-            clock.computation = max(clock.computation, clock.reduced)
+            self._wait_for_units(clock, clock.reduced)
         device, host = self._roofline.device_seconds(operators), self._roofline.host_seconds(operators)
         start = max(clock.computation, clock.host)
         clock.host += host
@@ -210,6 +214,7 @@ class Replay(RankWorld):
             clock.messages += waited
         else:
             clock.collectives += waited
+            clock.apart += waited if call.is_apart else 0.0
 
     def _slow(self, clock: Clock) -> None:
         """Add what computation and the collectives beside it have lost to each other."""
@@ -225,9 +230,17 @@ class Replay(RankWorld):
             turn.ready = max(clock.host, clock.used)
             return
         of_all = not call.is_message and len(rank.program.partitions[call.partition]) == 1
-        if call.is_apart or of_all:
-            clock.computation = max(clock.computation, clock.reduced)
+        if of_all:
+            self._wait_for_units(clock, clock.reduced)
+        elif call.is_apart and call.operation == "reduce_scatter":
+            self._wait_for_units(clock, clock.scattered)
         turn.ready = max(clock.host, clock.computation)
+        if call.is_apart and call.operation == "all_reduce":  # between replicas, of what has just been scattered
+            turn.ready = max(turn.ready, clock.scattered)
+
+    def _wait_for_units(self, clock: Clock, done: float) -> None:
+        clock.apart += max(0.0, done - clock.computation)
+        clock.computation = max(clock.computation, done)
 
     def met(self, turns: Sequence[Turn], calls: Sequence[Call]) -> None:
         super().met(turns, calls)
@@ -243,6 +256,7 @@ class Replay(RankWorld):
                 clock.beside.append((start, start + seconds))
             if call.is_apart and call.operation != "all_gather":
                 clock.reduced = max(clock.reduced, turn.done)
+                clock.scattered = turn.done if call.operation == "reduce_scatter" else clock.scattered
             stream = f"{call.group}: {key[1]}" if key[1] else call.group
             self.slices.append(TimelineSlice(turn.rank, stream, str(call), start, seconds, call))
 

@@ -91,7 +91,9 @@ def step_time(trace: JobTrace, facts: ModelFacts, cluster: Cluster) -> StepTime:
     replay = Replay(programs, Roofline.of(cluster, trace.plan.dtypes.compute))
     replay.run()
     count, whole = traced_microbatches(trace.plan), trace.plan.accumulation
-    more = (whole - count) / count * max(clock.own for clock in replay.clocks.values())
+    once = trace.plan.holds_whole  # a step gathers, and reduces
+    own = max(clock.own - once * clock.apart for clock in replay.clocks.values())
+    more = (whole - count) / count * own
     hosts = {number: _host(rank, replay.clocks[number], trace) for number, rank in ranks.items()}
     closed_form = _closed_form(trace, facts, cluster)
     slowed = 1 + STRAGGLERS * math.log2(cluster.nodes)
