@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.planner.formulas.communication import overlapped_seconds
 from shardwise.testing.trace.agreement import Program, RankState, RankWorld, Stream, Turn
 from shardwise.testing.trace.program import (
     HOST_WAITS,
@@ -220,7 +219,7 @@ class Replay(RankWorld):
         """Add what computation and the collectives beside it have lost to each other."""
         now = clock.computation
         moved = sum(max(0.0, min(end, now) - start) for start, end in clock.beside)
-        both = overlapped_seconds(clock.computed, moved, self._roofline.stack.overlap)
+        both = self._roofline.beside_seconds(clock.computed, moved)
         clock.computation += both - max(clock.computed, moved)
         clock.computed, clock.beside = 0.0, [(max(now, start), end) for start, end in clock.beside if end > now]
 

@@ -17,6 +17,7 @@ from shardwise.planner.formulas.communication import (
     exchange_seconds,
     gather_seconds,
     message_seconds,
+    overlapped_seconds,
     spaced_group,
 )
 from shardwise.planner.formulas.compute import (
@@ -56,6 +57,10 @@ class Roofline:
         """Return the seconds in which a host launches operators."""
         share = BACKWARD_LAUNCH if operators.phase == "backward" else 1.0
         return operators.launches * LAUNCH * self.stack.launch * share
+
+    def beside_seconds(self, computation: float, traffic: float) -> float:
+        """Return the seconds of both at once."""
+        return overlapped_seconds(computation, traffic, self.stack.overlap)
 
     def copy_seconds(self, size: int) -> float:
         """Return the seconds of a copy between the accelerator and its host."""
