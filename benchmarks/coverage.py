@@ -39,11 +39,11 @@ from torch import Tensor
 from benchmarks.record import header
 from shardwise.commands.verify import verify_rank
 from shardwise.errors import ShardwiseError
-from shardwise.job.schema import CLASSIFICATION, Job
+from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS as TASK_RECORDS
 from shardwise.model.build import load_config, prepare_for_training
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import World, resolve
-from shardwise.testing.oracle_start import AUTO
 from shardwise.testing.toy_configs import VOCABULARY, language_model_types, toy_config
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.setup import study
@@ -141,7 +141,7 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
     attention = "auto" if layout == "context 2" else "eager"
     model: dict[str, Any] = {"config": config, "task": task, "attention": attention}
     data: dict[str, Any] = {"sequence_length": LENGTH}
-    if task in CLASSIFICATION:
+    if TASK_RECORDS[task].samples == "factory":
         config.setdefault("pad_token_id", 0)
         model["labels"] = [f"class {number}" for number in range(CLASSES)]
         arguments = {"for_tokens": task == "token_classification", "last": _end_token(config)}
@@ -183,7 +183,8 @@ def run_plain(job: Job) -> str:
         ids[:, -1] = last
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if job.model.task == "seq2seq_lm" else {})
     try:
-        model = AUTO[job.model.task].from_config(load_config(job), dtype=torch.float32, attn_implementation="eager")
+        make = TASK_RECORDS[job.model.task].model_class().from_config
+        model = make(load_config(job), dtype=torch.float32, attn_implementation="eager")
         prepare_for_training(model)(**inputs).logits.sum().backward()
     except Exception as error:  # each type has its own way to refuse values
         return f"{type(error).__name__}: {first_line(error)}"

@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError
-from shardwise.job.schema import CLASSIFICATION, Job
+from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.model.build import build_model, load_config
 from shardwise.model.discover import discover
 from shardwise.parallel.apply import parallelize
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import World, resolve
-from shardwise.testing.oracle_start import AUTO
 from shardwise.testing.start_check import compare_start_buffers, compare_start_values, distributions
 from shardwise.testing.toy_configs import language_model_types, toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import initialize
 
+TEXT = [task.name for task in TASKS.values() if not task.reads_files]
 LARGEST = 30_000_000  # parameters of a toy that is drawn
 DEVICE = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def toy_job(model_type: str, task: str) -> Job | None:
     except Exception:  # each config class has its own way to refuse values
         return None
     data: dict[str, Any] = {"format": "tokens", "path": "tokens.jsonl"}
-    if task in CLASSIFICATION:
+    if TASKS[task].samples == "factory":
         data = {"factory": "tests.parity.jobs:Pairs"}
     model = {"config": config, "task": task, "attention": "eager"}
     training = {"steps": 1, "sequences_per_step": 2}
@@ -43,7 +44,7 @@ def toy_job(model_type: str, task: str) -> Job | None:
 def plain_model(job: Job) -> nn.Module | None:
     """Return transformers' own; None where it cannot build this toy, or where that is large."""
     try:
-        model: nn.Module = AUTO[job.model.task].from_config(load_config(job), dtype=torch.float32)
+        model: nn.Module = TASKS[job.model.task].model_class().from_config(load_config(job), dtype=torch.float32)
     except Exception:  # each config class has its own way to refuse values
         return None
     return model if sum(parameter.numel() for parameter in model.parameters()) < LARGEST else None
@@ -96,7 +97,7 @@ def test_each_kind_starts_as_transformers_draws_it(world_pool: WorldPool) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", AUTO)
+@pytest.mark.parametrize("task", TEXT)
 def test_every_type_starts_as_transformers_draws_it(world_pool: WorldPool, task: str) -> None:
     cases = [(model_type, task) for model_type in language_model_types(task)]
     assert world_pool.run(1, all_unlike_starts, cases, timeout=1200)[0] == {}

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from shardwise.commands.arguments import whole_number
 from shardwise.errors import ConfigError
+from shardwise.job.tasks import TASKS
 from shardwise.words import output_console, say_note
 
 if TYPE_CHECKING:
@@ -109,9 +110,9 @@ def sample_rows(data: TokenData, job: Job, counter: int) -> Iterator[SampleRow]:
     batch = split.batch([index], [counter], job.training.seed)
     assert batch.labels is not None
     ids, labels = batch.inputs["input_ids"][0].tolist(), batch.labels[0].tolist()
-    if job.model.task == "causal_lm":  # a label stands before its token
+    if TASKS[job.model.task].labels == "next":  # a label stands before its token
         labels = [IGNORED, *labels[:-1]]
-    elif job.model.task == "seq2seq_lm":  # or is the decoder's
+    elif TASKS[job.model.task].labels == "decoder":  # or is the decoder's
         labels = [IGNORED] * len(ids)
     starts = _starts(data, index, batch)
     for number, (start, end) in enumerate(pairwise([*starts, len(ids)])):

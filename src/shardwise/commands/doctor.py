@@ -126,10 +126,10 @@ def examine_model(where: str) -> Table:
 
 def _built(where: str) -> tuple[nn.Module, Job]:
     """Return the model on the meta device, and its job with the first task for which transformers has a head."""
-    from shardwise.model.build import HEADS, build_model, load_config
+    from shardwise.model.build import build_model, load_config, tasks_of
 
     config = load_config(Job.model_validate({"model": {"config": where}}), key="--model")
-    task = next((task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping), "causal_lm")
+    task = next(iter(tasks_of(config)), "causal_lm")
     job = Job.model_validate({"model": {"config": where, "task": task}})
     return build_model(job), job
 

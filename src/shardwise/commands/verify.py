@@ -33,6 +33,7 @@ from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis
 from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
 from shardwise.job.sources import require_job
+from shardwise.job.tasks import TASKS
 from shardwise.job.warmup_stages import SCHEDULES, WarmupStage
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import refuse_unguarded_script
@@ -49,6 +50,7 @@ from shardwise.testing.module_trace import trace_step
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.oracle_corpus import compare_corpus
 from shardwise.testing.oracle_data import FactorySource, Source, TokenSource
+from shardwise.testing.oracle_files import FileSource
 from shardwise.testing.oracle_mixture import CorpusReader, MixtureSource
 from shardwise.testing.oracle_rows import RowSource
 from shardwise.testing.oracle_start import known_start
@@ -330,8 +332,10 @@ def _source(job: Job, data: TokenData) -> Source:
     """Return the oracle's reader of the training samples."""
     if data.sources:
         return MixtureSource(job, {source.name: _reader(source.job, source.data) for source in data.sources})
-    if data.directory is None:
+    if job.data.factory is not None:
         return FactorySource(job)
+    if TASKS[job.model.task].reads_files:
+        return FileSource(job)
     return _reader(job, data)
 
 

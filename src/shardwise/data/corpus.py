@@ -32,6 +32,7 @@ from shardwise.job.schema import Job
 from shardwise.words import nearest_file
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # files that datasets.save_to_disk writes
 KEYS_OF_SOURCE = DataSource.model_fields.keys() & DataSection.model_fields.keys()  # each means what it means of `data`
 NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -284,7 +285,9 @@ def _format_of(path: Path) -> str:
     formats = {SUFFIXES[suffix] for suffix in suffixes if suffix in SUFFIXES}
     if len(formats) > 1:
         raise ConfigError(f"{path} holds both jsonl and parquet files; set data.format to one of them")
-    return formats.pop() if formats else "text"
+    if formats:
+        return formats.pop()
+    return "image_folder" if suffixes and suffixes <= IMAGE_SUFFIXES else "text"
 
 
 def _container(paths: list[Path], name: str) -> str:

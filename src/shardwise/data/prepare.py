@@ -18,6 +18,7 @@ from shardwise.cache import cache_root
 from shardwise.data.corpus import Corpus, data_format, find_corpus
 from shardwise.data.evaluation_sets import open_sets
 from shardwise.data.factory import open_samples
+from shardwise.data.file_samples import open_file_samples
 from shardwise.data.packing import ENDLESS, Masking, Spans, Windows, split_windows
 from shardwise.data.parallel_tokenize import parts_removed_if_refused, remove_parts
 from shardwise.data.row_cache import open_rows, prepare_rows
@@ -42,6 +43,7 @@ from shardwise.data.tokenizer import (
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import ROW_FORMATS
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 
 Say = Callable[[str], None]
 
@@ -62,6 +64,8 @@ def prepare(job: Job, model_vocabulary: int | None = None, say: Say = lambda tex
 def _prepare(job: Job, model_vocabulary: int | None, say: Say) -> TokenData:
     if data_format(job.data) == "factory":
         return _from_factory(job, model_vocabulary)
+    if TASKS[job.model.task].reads_files:
+        return open_file_samples(job, model_vocabulary)
     if job.data.streaming:
         return _from_stream(job, model_vocabulary, say)
     shared = find_shared(job.data)

@@ -12,7 +12,7 @@ from shardwise.job.values import OwnObject, Positive, SetName
 
 DataFormat = Literal[
     "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
-    "preference",
+    "preference", "image_folder",
 ]  # fmt: skip
 SourceFormat = Literal[
     "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "chat", "prompt_completion", "preference"
@@ -94,7 +94,8 @@ class DataSection(Section):
         description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
         "directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, parquet or a saved "
         "dataset); `factory`: a map-style dataset of your own. Rows of the same files, found by their columns: `chat` "
-        "(`messages`, or `conversations` of ShareGPT), `prompt_completion`, `preference` (`chosen`, `rejected`).",
+        "(`messages`, or `conversations` of ShareGPT), `prompt_completion`, `preference` (`chosen`, `rejected`). "
+        "`image_folder`: a directory with a folder of images for each class.",
     )
     factory: str | None = Field(
         default=None,
@@ -157,6 +158,11 @@ class DataSection(Section):
         default=None,
         description="Directory of a tokenizer; unset: the model directory's, or a byte-level BPE trained here, on "
         "equally much of each source.",
+    )
+    processor: UserPath | dict[str, Any] | None = Field(
+        default=None,
+        description="Of tasks that read files: the directory with the `preprocessor_config.json` by which images or "
+        "sound become tensors, or what is in that file; unset: the model directory's.",
     )
     vocabulary_size: Positive = Field(default=4096, description="Vocabulary of a tokenizer trained here.")
     added_tokens: list[Annotated[str, Field(min_length=1)]] = Field(

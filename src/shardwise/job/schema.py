@@ -17,6 +17,7 @@ from shardwise.job.data_section import DataSection
 from shardwise.job.launch_section import LaunchSection
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.section import RootSection, Section, UserPath
+from shardwise.job.tasks import TASKS
 from shardwise.job.values import Fraction, NonNegative, Pattern, Positive, SetName
 from shardwise.job.warmup_stages import BatchSizeStage, SequenceLengthStage
 
@@ -24,10 +25,10 @@ Device = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
 if TYPE_CHECKING:
-    AttentionKernelName = str
+    AttentionKernelName = TaskName = str
 else:
     AttentionKernelName = Literal["auto", *(kernel.name for kernel in KERNELS)]
-CLASSIFICATION = ("sequence_classification", "token_classification")  # tasks whose labels are classes
+    TaskName = Literal[tuple(TASKS)]
 PAIR_OBJECTIVES = ("dpo",)  # whose samples are pairs of completions
 
 
@@ -58,7 +59,7 @@ class ModelSection(Section):
         description="`package.module:function(output, batch) -> (sum, count)` for a module of `factory` that does not "
         "return its own loss.",
     )
-    task: Literal["causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "token_classification"] = Field(
+    task: TaskName = Field(
         default="causal_lm",
         description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
         "are left out (arXiv 1910.10683, section 3.1.4). The two of classification learn a class of each sample, or of "

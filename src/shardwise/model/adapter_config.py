@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.schema import AdapterSection, Job
+from shardwise.job.tasks import TASKS
 from shardwise.model.adapters import adapted_parameter
 from shardwise.model.facts import LayerAdapter
 from shardwise.words import nearest_file
@@ -31,12 +32,6 @@ IDLE = {
     *KEYS.values(),
 }  # fmt: skip
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
-TASKS = {
-    "causal_lm": "CAUSAL_LM",
-    "seq2seq_lm": "SEQ_2_SEQ_LM",
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-}
 
 
 def adapter_settings(section: AdapterSection) -> AdapterSection:
@@ -110,7 +105,7 @@ def adapter_config(job: Job, settings: AdapterSection, adapters: Mapping[str, La
     stacks = sorted(adapted_parameter(layer, adapter) for layer, adapter in adapters.items() if adapter.experts)
     return {
         "peft_type": "LORA",
-        "task_type": TASKS.get(job.model.task),
+        "task_type": TASKS[job.model.task].peft or None,
         "base_model_name_or_path": job.model.path,
         "inference_mode": True,
         "bias": "none",

@@ -23,17 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -43,6 +34,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at
 from shardwise.job.schema import Job, ModelSection
+from shardwise.job.tasks import TASKS
 from shardwise.model.added_tokens import grow_vocabulary
 from shardwise.model.construct import (
     ConstructedModule,
@@ -60,21 +52,6 @@ from shardwise.model.replacements import fuse_activations, replace_attention
 from shardwise.model.routers import ADDS_LOSS
 from shardwise.words import nearest
 
-HEADS = {
-    "causal_lm": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "AutoModelForCausalLM"),
-    "masked_lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, "AutoModelForMaskedLM"),
-    "seq2seq_lm": (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "AutoModelForSeq2SeqLM"),
-    "sequence_classification": (
-        AutoModelForSequenceClassification,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        "AutoModelForSequenceClassification",
-    ),
-    "token_classification": (
-        AutoModelForTokenClassification,
-        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        "AutoModelForTokenClassification",
-    ),
-}
 BUILT = ("eager", "sdpa")  # attention that transformers' models have themselves
 DROPOUT_FIELD = re.compile(r"dropout|pdrop")
 # Dropout of heads that language models do not have, and layer drop, which drops no elements.
@@ -161,7 +138,7 @@ def _check_config_file(file: Path, where: str, section: ModelSection) -> None:
         raise ModelError(f"{where}: {file} cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise ModelError(f"{where}: {file} holds a {type(content).__name__}, not a JSON object")
-    remote = _remote_code(content, HEADS[section.task][2])
+    remote = _remote_code(content, TASKS[section.task].auto_class)
     if any("--" in reference for reference in remote):
         raise ModelError(
             f"{where}: its code ({', '.join(remote)}) lives on a hub; put the .py files into the directory"
@@ -248,13 +225,15 @@ def _config_on_top(section: ModelSection, job: Job) -> PreTrainedConfig:
 
 def _is_read(key: str, config: PreTrainedConfig) -> bool:
     """Tell whether the model's source mentions `key`; transformers keeps unknown keys and never looks at them."""
-    classes = [type(config)] + [mapping[type(config)] for _, mapping, _ in HEADS.values() if type(config) in mapping]
+    mappings = [task.types() for task in TASKS.values()]
+    classes = [type(config)] + [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     sources = {inspect.getsource(sys.modules[source_class.__module__]) for source_class in classes}
     return any(re.search(rf"\b{re.escape(key)}\b", source) for source in sources)
 
 
 def _trains_tokenizer(job: Job) -> bool:
-    return job.data.tokenizer is None and job.data.format not in ("tokens", "factory")
+    reads_text = TASKS[job.model.task].samples == "text" and job.data.factory is None
+    return reads_text and job.data.tokenizer is None and job.data.format not in ("tokens", "factory")
 
 
 def _set_dropout(config: PreTrainedConfig, probability: float) -> None:
@@ -385,8 +364,8 @@ def _with_real_buffers(**parameters: Any) -> Iterator[None]:
 
 
 def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
-    _, mapping, auto_class = HEADS[section.task]
-    if type(config) in mapping or auto_class in (getattr(config, "auto_map", None) or {}):
+    task = TASKS[section.task]
+    if type(config) in task.types() or task.auto_class in (getattr(config, "auto_map", None) or {}):
         if section.task == "seq2seq_lm" and getattr(config, "decoder_start_token_id", None) is None:
             raise ModelError(
                 f"the config of {config.model_type!r} has no decoder_start_token_id, with which the decoder begins; "
@@ -400,14 +379,19 @@ def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
                 "found; set it to the token with which the samples are padded"
             )
         return
-    tasks = [task for task, (_, mapping, _) in HEADS.items() if type(config) in mapping]
+    tasks = tasks_of(config)
     fix = (
         f"use model.task={' or '.join(map(repr, tasks))}"
         if tasks
-        else f"it has none of those that there are ({', '.join(HEADS)}); a model of another task comes from a function "
-        "that model.factory names"
+        else f"it has none of those that there are ({', '.join(TASKS)}); for another task let model.factory name a "
+        "function of yours that returns the model, model.loss one of (output, batch) and data.factory your samples"
     )
     raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
+
+
+def tasks_of(config: PreTrainedConfig) -> list[str]:
+    """Return the tasks for which transformers has a head on models of a config."""
+    return [name for name, task in TASKS.items() if type(config) in task.types()]
 
 
 def _from_config(
@@ -421,8 +405,12 @@ def _from_config(
     def build(kernel: str | None) -> PreTrainedModel:
         chosen = {} if kernel is None else {"attn_implementation": kernel}
         with allocation():
-            return HEADS[section.task][0].from_config(
-                copy.deepcopy(config), trust_remote_code=section.trust_remote_code, dtype=torch.float32, **chosen
+            return (
+                TASKS[section.task]
+                .model_class()
+                .from_config(
+                    copy.deepcopy(config), trust_remote_code=section.trust_remote_code, dtype=torch.float32, **chosen
+                )
             )
 
     where = f"a {config.model_type!r} model"

@@ -22,7 +22,8 @@ from transformers.pytorch_utils import Conv1D
 from shardwise._torch_compat.modules import is_compiled
 from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, Capability, refused, unless
-from shardwise.job.schema import CLASSIFICATION, Job
+from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
@@ -132,7 +133,7 @@ def _discover(
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         **_capabilities(examined),
         **_interface(model),
-        classifies=job.model.task in CLASSIFICATION,
+        classifies=TASKS[job.model.task].classifies,
         **_forward_facts(forward),
         **_coupling(model, config, forward, example),
         adapters={},

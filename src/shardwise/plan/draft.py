@@ -27,6 +27,7 @@ from shardwise.job.schema import (
     PrecisionSection,
     TrainingSection,
 )
+from shardwise.job.tasks import TASKS, Task
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.attention_choice import AttentionNeeds, KernelChoice, choose_kernel
 from shardwise.model.balance import balance, block_costs
@@ -293,6 +294,16 @@ class Draft:
         if not self.uses_kernels:
             return self.model.attention == "eager"
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
+
+    @property
+    def task(self) -> Task:
+        """The record of the job's task."""
+        return TASKS[self.model.task]
+
+    @property
+    def reads_files(self) -> bool:
+        """True where samples are rows that name files of images or of sound."""
+        return self.task.reads_files and self.data.factory is None
 
     @property
     def generates_text(self) -> bool:

@@ -29,6 +29,7 @@ from shardwise.job.objects import load_object
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.optimizers import optimizer_class
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
@@ -39,7 +40,6 @@ from shardwise.testing.oracle_muon import Muon, Several, is_hidden, projections
 from shardwise.testing.oracle_optimizers import PLAIN, ScheduleFreeAdamW
 from shardwise.testing.oracle_preference import preference_loss
 from shardwise.testing.oracle_routers import RouterReference
-from shardwise.testing.oracle_start import AUTO
 from shardwise.testing.start_check import distributions
 from shardwise.testing.widening import WithoutNarrowing, needs_fp32_weights
 
@@ -364,10 +364,10 @@ class Oracle:
             if self.job.model.factory is not None:
                 with self.drawn.forward(mask_step, counters[0]) if self.drawn else nullcontext():
                     return self._module_loss(rows)
-            inputs: dict[str, Any] = dict(rows.inputs)
+            inputs: dict[str, Any] = self._cast(rows.inputs)
             if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
-            if self.job.model.task == "seq2seq_lm":
+            if TASKS[self.job.model.task].labels == "decoder":
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
             scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
             widened: Any = WithoutNarrowing() if self._widens else nullcontext()
@@ -425,7 +425,7 @@ class Oracle:
         return mean * rows.count()
 
     def _cast(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Floating-point inputs of a user's module in the compute dtype."""
+        """Floating-point inputs in the compute dtype."""
         return {name: x.to(self.compute) if x.is_floating_point() else x for name, x in inputs.items()}
 
     def _document_mask(self, documents: Tensor) -> Tensor:
@@ -647,8 +647,10 @@ def _build(job: Job, eager: bool) -> nn.Module:
         if isinstance(part, PreTrainedConfig):
             part.use_cache = False
     attention = {"attn_implementation": "eager"} if eager or section.attention == "eager" else {}
-    model = AUTO[section.task].from_config(
-        config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention
+    model = (
+        TASKS[section.task]
+        .model_class()
+        .from_config(config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention)
     )
     if any(hasattr(module, "set_attention_type") for module in model.modules()):
         with torch.no_grad():  # the first forward exchanges modules (BigBird), whose dropout is known by name

@@ -15,26 +15,12 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
 
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job, ModelSection
+from shardwise.job.tasks import TASKS
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_quantization import quantize_base
-
-AUTO = {
-    "causal_lm": AutoModelForCausalLM,
-    "masked_lm": AutoModelForMaskedLM,
-    "seq2seq_lm": AutoModelForSeq2SeqLM,
-    "sequence_classification": AutoModelForSequenceClassification,
-    "token_classification": AutoModelForTokenClassification,
-}
 
 
 def known_start(job: Job) -> dict[str, Tensor]:
@@ -55,7 +41,7 @@ def _loaded_values(job: Job) -> dict[str, Tensor]:
     Embeddings are those of the directory, without rows for added tokens.
     """
     section, job = job.model, job.model_copy(update={"data": job.data.model_copy(update={"added_tokens": []})})
-    model, report = AUTO[section.task].from_pretrained(
+    model, report = TASKS[section.task].model_class().from_pretrained(
         str(section.path), config=load_config(job), dtype=torch.float64, trust_remote_code=section.trust_remote_code,
         output_loading_info=True,
     )  # fmt: skip

@@ -162,10 +162,9 @@ def toy_config(model_type: str, **overrides: Any) -> dict[str, Any]:
 
 def language_model_types(task: str) -> list[str]:
     """Return the model types that the installed transformers has a head for; `task` as in `model.task`."""
-    from shardwise.model.build import HEADS
+    from shardwise.job.tasks import TASKS
 
-    _, known, _ = HEADS[task]
-    return sorted({config.model_type for config in known})
+    return sorted({config.model_type for config in TASKS[task].types()})
 
 
 def _small(config: Any) -> dict[str, Any]:

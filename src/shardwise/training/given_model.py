@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.data.corpus import data_format
+from shardwise.data.file_samples import gives_samples
 from shardwise.data.prepare import prepare
 from shardwise.errors import ModelError
 from shardwise.job.objects import user_code
@@ -82,7 +82,7 @@ class GivenModel:
     def study(self, job: Job) -> ModelFacts:
         """Return the structure of the model, cut into stages where the job asks for a pipeline."""
         facts = discover(self.module, job, self.example)
-        data = prepare(job) if data_format(job.data) == "factory" else None
+        data = prepare(job) if gives_samples(job) else None
         if data is not None or self.example is not None or facts.takes_token_ids:
             facts = with_row_coupling(job, self.module, facts, data, self._values, self.example)
         if job.parallel.pipeline_parallel_degree > 1:

@@ -20,7 +20,8 @@ from shardwise.data.batch import IGNORED, Batch
 from shardwise.data.token_data import TokenData
 from shardwise.errors import DataError, ModelError
 from shardwise.job.objects import load_object
-from shardwise.job.schema import CLASSIFICATION, Job
+from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.model.facts import ModelFacts
 from shardwise.model.probe import POSITIONS
 from shardwise.model.row_coupling import ROWS, Call, TrialRows, find_coupling
@@ -72,7 +73,7 @@ def with_row_coupling(
 
 def call_arguments(job: Job, batch: Batch) -> dict[str, Tensor]:
     """Return what a user's module is called with for a batch; `model.loss` takes the labels itself."""
-    takes_labels = job.model.loss is None and job.model.task not in CLASSIFICATION
+    takes_labels = job.model.loss is None and not TASKS[job.model.task].classifies
     labels = {"labels": batch.labels} if takes_labels and batch.labels is not None else {}
     return {**batch.inputs, **labels}
 

@@ -16,8 +16,8 @@ from shardwise._torch_compat import accelerator
 from shardwise.checkpoint.adapters import open_adapter
 from shardwise.collectives import hierarchical, registration, topology
 from shardwise.data.batch import Batch
-from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples, content_hash
+from shardwise.data.file_samples import gives_samples
 from shardwise.data.loader import Split, Stream
 from shardwise.data.prepare import prepare
 from shardwise.data.streaming.loader import InOrder
@@ -131,7 +131,7 @@ def study(job: Job) -> ModelFacts:
 
     Reads no corpus. Any process may call it.
     """
-    data = prepare(job) if data_format(job.data) == "factory" else None
+    data = prepare(job) if gives_samples(job) else None
     example = None if data is None else _example(job, data)
     model = build_model(job)
     facts = discover(model, job, example)

@@ -11,7 +11,7 @@ from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
 
-DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens", *ROW_FORMATS)
+DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens", "image_folder", *ROW_FORMATS)
 ROW_KEYS = ("chat_template", "train_on", "packing", "truncation")
 TRAINABLE_PARTS = {  # of the rows of each format
     "chat": ("auto", "assistant", "last_assistant", "all"),
@@ -126,8 +126,8 @@ RULES: tuple[Rule, ...] = (
          because=lambda d: f"{frozen_embeddings(d.facts)[0]} is frozen, and its rows of added tokens would stay what "
          "they start as, the mean of all",
          use=_thaw),
-    idle("mask-probability", "data.mask_probability", "model.task causal_lm masks no tokens",
-          lambda d: d.model.task == "causal_lm", "use model.task masked_lm or seq2seq_lm, or leave it out"),
+    idle("mask-probability", "data.mask_probability", "only model.task masked_lm and seq2seq_lm mask tokens",
+          lambda d: d.model.task not in ("masked_lm", "seq2seq_lm"), "use one of these, or leave it out"),
     idle("mean-span-length", "data.mean_span_length", "only model.task seq2seq_lm leaves out spans",
           lambda d: d.model.task != "seq2seq_lm", "use model.task seq2seq_lm, or leave it out"),
     Rule("spans", ("model.task", "data.sequence_length"), "of a span that is left out something else has to stay",
@@ -155,8 +155,8 @@ RULES: tuple[Rule, ...] = (
          fix="use data.train_on auto",
          use=lambda d: f"use data.train_on {one_of(_parts_of_all(d))}"),
     Rule("rows-task", ("data.format", "model.task"), "what is trained on are next tokens of a causal language model",
-         lambda d: d.data.has_rows and d.model.task != "causal_lm",
-         fix="use model.task causal_lm"),
+         lambda d: d.data.has_rows and d.task.labels != "next",
+         fix="use model.task causal_lm, or image_text_to_text for rows with images"),
     Rule("rows-own-loss", ("data.format", "model.factory"),
          "a module's own mean loss has no value for a microbatch in which no token is trained on",
          lambda d: d.data.has_rows and d.model.loss is None and not d.facts.returns_logits,

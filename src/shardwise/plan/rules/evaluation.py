@@ -12,9 +12,10 @@ def _decides_nothing(d: Draft) -> bool:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("evaluation-sets", ("evaluation.sets", "data.factory"), "sets are files, read as data.path is",
-         lambda d: d.job.evaluation.sets and d.data.factory is not None,
-         fix="leave one of them out"),
+    Rule("evaluation-sets", ("evaluation.sets", "data.factory", "model.task"),
+         "sets are text, read as data.path is",
+         lambda d: d.job.evaluation.sets and (d.data.factory is not None or d.reads_files),
+         fix="leave evaluation.sets out, or the factory"),
     Rule("evaluation-ema", ("evaluation.sets", "training.ema_decay"),
          "`validation_loss/ema` is the loss of the averaged weights",
          lambda d: "ema" in d.job.evaluation.sets and d.training.ema_decay is not None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.job.schema import CLASSIFICATION
 from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.checkpointing import no_checkpointing
 from shardwise.plan.rules.parallel import SPLITTING_KEYS
@@ -61,18 +60,19 @@ RULES: tuple[Rule, ...] = (
     idle("model-weights", "model.weights", "only a module of model.factory reads a file of weights",
           lambda d: not model_from_factory(d), "set model.factory, or model.path for a Hugging Face directory"),
     Rule("classes-data", ("model.task", "data.factory"), "labels that are classes come from a data.factory",
-         lambda d: d.model.task in CLASSIFICATION and not model_from_factory(d) and d.data.factory is None,
+         lambda d: d.task.samples == "factory" and not model_from_factory(d) and d.data.factory is None,
          fix="set data.factory to a map-style dataset with input_ids and labels"),
     Rule("classes-context", ("model.task", "parallel.context_parallel_degree"),
          "a head of classes reads whole sequences",
-         lambda d: d.model.task in CLASSIFICATION and d.parallel.context_parallel_degree > 1,
+         lambda d: d.task.classifies and d.parallel.context_parallel_degree > 1,
          fix="use context_parallel_degree 1"),
     Rule("classes-samples", ("model.task", "training.loss_reduction"),
          "each sample has one label, so that both are one mean",
-         lambda d: d.model.task == "sequence_classification" and d.training.loss_reduction == "sample",
+         lambda d: d.task.classifies and d.model.task != "token_classification"
+         and d.training.loss_reduction == "sample",
          fix="use loss_reduction token"),
-    idle("labels", "model.labels", "only sequence_classification and token_classification have classes",
-         lambda d: d.model.task not in CLASSIFICATION),
+    idle("labels", "model.labels", "only tasks of classification have classes",
+         lambda d: not d.task.classifies),
     idle("factory-task", "model.task", "a module of model.factory brings its own head and loss",
           model_from_factory, "use causal_lm (which a factory ignores), or model.config"),
     idle("remote-code", "model.trust_remote_code", "only a model.path or model.config can bring code of its own",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import IGNORED, Batch
+from shardwise.job.tasks import TASKS
 from shardwise.kernels.attention.masks import document_mask
 from shardwise.kernels.loss import (
     NO_TERMS,
@@ -34,9 +35,9 @@ class LanguageModelling(Objective):
         self.model = model
         self.chunk = model.plan.job.memory.loss_chunk_tokens
         training = model.plan.job.training
-        has_decoder = model.plan.job.model.task == "seq2seq_lm"
+        self.labels = TASKS[model.plan.job.model.task].labels
         config: Any = model.module.config
-        self.decoder_start: int | None = config.decoder_start_token_id if has_decoder else None
+        self.decoder_start: int | None = config.decoder_start_token_id if self.labels == "decoder" else None
         self.terms = LossTerms(training.label_smoothing, training.z_loss)
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
@@ -45,13 +46,14 @@ class LanguageModelling(Objective):
         Where our kernels run attention they know the documents; the mask then only says that nothing is padding, or the
         model would take positions that begin anew for ends of documents and make a mask of its own.
         """
-        inputs: dict[str, Any] = dict(microbatch.inputs)
+        dtype = self.model.compute_dtype
+        inputs: dict[str, Any] = {
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in microbatch.inputs.items()
+        }
         if microbatch.document_ids is not None and self.model.plan.attention:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         elif microbatch.document_ids is not None:
-            causal = self.model.plan.job.model.task == "causal_lm"
-            dtype = self.model.compute_dtype
-            inputs["attention_mask"] = document_mask(microbatch.document_ids, causal, dtype)
+            inputs["attention_mask"] = document_mask(microbatch.document_ids, self.labels == "next", dtype)
         if self.decoder_start is not None:
             labels = microbatch.labels if microbatch.whole_labels is None else microbatch.whole_labels
             assert labels is not None

@@ -1,0 +1,99 @@
+"""Rows that name files of images or of sound: which are for training and which for validation, and where files are.
+
+Exact definition of the split. Of R rows v = max(1, floor(R * validation_fraction)) are for validation. Rows are ranked
+by `data/split.py`'s draw, where h is the XXH3-64 of a row's columns as JSON with sorted keys; equal draws by place. For
+validation are the first v of the ranking, or with `validation_split: place` the last v rows, which then keep their
+order. Both splits have their rows in the order of the ranking.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import floor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from shardwise.data.corpus import find_corpus
+from shardwise.data.readers import short
+from shardwise.data.split import ranking, split_rule
+from shardwise.errors import DataError
+from shardwise.job.schema import Job
+
+
+class FileRow(NamedTuple):
+    """A row.
+
+    Attributes:
+        where: its file and number, for messages.
+        folder: from which paths in it are read.
+        columns: those that were asked for, where the row has them.
+    """
+
+    where: str
+    folder: Path
+    columns: Mapping[str, Any]
+
+    def file(self, value: object, column: str) -> Path:
+        """Return the existing file that a value names.
+
+        Raises:
+            DataError: it names none.
+        """
+        if isinstance(value, Mapping) and not value.get("bytes"):  # as `datasets` writes a file that it has not read
+            value = value.get("path")
+        if not isinstance(value, str) or not value:
+            raise DataError(
+                f"{self.where}: {column} holds {short(value)}; give the path of a file, from the directory of the rows"
+            )
+        path = self.folder / Path(value).expanduser()
+        if not path.is_file():
+            raise DataError(f"{self.where}: {column}={value!r} is no file ({path}); mend the path, or remove the row")
+        return path
+
+
+def read_rows(job: Job, required: Sequence[str], optional: Sequence[str] = ()) -> list[FileRow]:
+    """Return all rows of the job's JSON lines, Parquet files or saved data set, in their order.
+
+    Raises:
+        DataError: a row lacks a required column.
+    """
+    corpus, rows = find_corpus(job.data), []
+    for path in corpus.files:
+        folder = path if path.is_dir() else path.parent
+        for where, columns in replace(corpus, files=(path,), max_documents=None).rows((*required, *optional)):
+            missing = next((name for name in required if columns.get(name) is None), None)
+            if missing is not None:
+                raise DataError(f"{where}: no column {missing!r}, which model.task={job.model.task} reads; add it")
+            rows.append(FileRow(where, folder, columns))
+    return list(islice(rows, job.data.max_documents))
+
+
+def split_rows(job: Job, rows: Sequence[FileRow]) -> tuple[list[FileRow], list[FileRow]]:
+    """Return (training, validation) rows as defined above.
+
+    Raises:
+        DataError: there are fewer than two.
+    """
+    if len(rows) < 2:
+        raise DataError(
+            f"data.path={job.data.path!r} holds {len(rows)} rows; give two at least, one for training and one for "
+            "validation"
+        )
+    held_out = max(1, floor(len(rows) * job.data.validation_fraction))
+    if split_rule(job.data) == "place":
+        first = len(rows) - held_out
+        order = [*_ranked(job, rows[:first]), *range(first, len(rows))]
+        return [rows[number] for number in order[:first]], [rows[number] for number in order[first:]]
+    ranked = _ranked(job, rows)
+    return [rows[number] for number in ranked[held_out:]], [rows[number] for number in ranked[:held_out]]
+
+
+def _ranked(job: Job, rows: Sequence[FileRow]) -> list[int]:
+    hashes = [xxhash.xxh3_64_intdigest(json.dumps(row.columns, sort_keys=True).encode()) for row in rows]
+    return [int(number) for number in ranking(np.array(hashes, dtype=np.uint64), job.training.seed)]

@@ -1,0 +1,73 @@
+"""The tasks that `model.task` can name: one record each, plain data.
+
+A task is a head of transformers, what its samples are and how their labels are counted. The schema of a job, the
+legality table, the reader of its data, the loss and the tools that try every model type read the same records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task.
+
+    Attributes:
+        name: the value of `model.task`.
+        auto_class: transformers' class that makes its models.
+        mapping: transformers' mapping from configs to the models that it makes.
+        labels: what the loss counts: the `next` token of each position, a token of the `same` position, tokens of a
+            `decoder` that reads them one later, or `classes`.
+        samples: what is read: `text` or token ids; tensors of a `factory` alone; or rows of `images` with a class,
+            of `speech` with its text, of a `chat` with images.
+        peft: the name of the task in files of adapters; empty where peft has none.
+    """
+
+    name: str
+    auto_class: str
+    mapping: str
+    labels: Literal["next", "same", "decoder", "classes"]
+    samples: Literal["text", "factory", "images", "speech", "chat"] = "text"
+    peft: str = ""
+
+    @property
+    def classifies(self) -> bool:
+        """True where labels are classes, of samples or of their tokens."""
+        return self.labels == "classes"
+
+    @property
+    def reads_files(self) -> bool:
+        """True where rows name files of images or of sound, which are read as they are trained on."""
+        return self.samples in ("images", "speech", "chat")
+
+    def model_class(self) -> Any:
+        """Return transformers' class that makes a model of a config, or of a directory."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+    def types(self) -> Any:
+        """Return transformers' mapping from classes of configs to those of models."""
+        import transformers
+
+        return getattr(transformers, self.mapping)
+
+
+# fmt: off
+TASKS = {task.name: task for task in (
+    Task("causal_lm", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "next", peft="CAUSAL_LM"),
+    Task("masked_lm", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "same"),
+    Task("seq2seq_lm", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "decoder",
+         peft="SEQ_2_SEQ_LM"),
+    Task("sequence_classification", "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+         "classes", "factory", peft="SEQ_CLS"),
+    Task("token_classification", "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+         "classes", "factory", peft="TOKEN_CLS"),
+    Task("image_classification", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+         "classes", "images"),
+    Task("speech_seq2seq", "AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "decoder", "speech"),
+    Task("image_text_to_text", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "next", "chat"),
+)}
+# fmt: on

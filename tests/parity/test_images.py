@@ -1,0 +1,98 @@
+"""Classes of images on every layout against one process, and rows of images that are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.data.prepare import prepare
+from shardwise.errors import DataError, LegalityError
+from shardwise.job.schema import Job
+from shardwise.plan.plan import World, resolve
+from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import study
+from tests.parity.image_files import CLASSES, PROCESSOR, SIZE, write_folders
+from tests.parity.jobs import check_agrees
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shard 2, replica 2": (4, {"sharded_data_parallel_degree": 2}),
+    "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
+    "tensor 2": (2, {"tensor_parallel_degree": 2}),
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "vit": {"image_size": SIZE, "patch_size": 4},
+    "swin": {"image_size": SIZE, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4],
+             "window_size": 2, "drop_path_rate": 0.0},
+    "convnext": {"image_size": SIZE, "patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
+}  # fmt: skip
+
+
+def image_job(path: Path, family: str = "vit", **sections: Any) -> Job:
+    """Return a job of image classification on a directory or a file of rows."""
+    base: dict[str, Any] = {
+        "model": {
+            "config": toy_config(family, **CONFIGS[family]), "task": "image_classification", "labels": list(CLASSES),
+            "attention": "eager",
+        },
+        "data": {"path": str(path), "processor": PROCESSOR},
+        "training": {"steps": 2, "sequences_per_step": 4, "microbatch_size": 1},
+        "precision": {"compute": "fp64"}, "parallel": {"device": "cpu"},
+    }  # fmt: skip
+    return Job.model_validate({**base, **{name: base.get(name, {}) | keys for name, keys in sections.items()}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_verify_agrees(world_pool: WorldPool, tmp_path: Path, family: str, layout: str) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    check_agrees(world_pool, ranks, image_job(write_folders(tmp_path / "images"), family, parallel=parallel))
+
+
+def rows_file(tmp_path: Path, *rows: dict[str, Any]) -> Path:
+    """Write rows beside the images; two right ones come first."""
+    write_folders(tmp_path, 1)
+    right = [{"image": "cat/0.png", "label": 0}, {"image": "dog/0.png", "label": "dog"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in [*right, *rows]))
+    return tmp_path / "rows.jsonl"
+
+
+def test_rows_hold_names_or_numbers_of_classes(tmp_path: Path) -> None:
+    data = prepare(image_job(rows_file(tmp_path, {"image": "owl/0.png", "label": 2})))
+    labels = [int(split.sample(n)["labels"]) for split in (data.train, data.validation) for n in range(len(split))]
+    assert sorted(labels) == [0, 1, 2]
+    assert data.train.sample(0)["pixel_values"].shape == (3, SIZE, SIZE)
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        ({"image": "cat/9.png", "label": 0}, r"rows.jsonl, line 3: image='cat/9.png' is no file"),
+        ({"image": "cat/0.png", "label": 3}, r"line 3: label=3 is none of the 3 classes .* Numbers are 0 to 2"),
+        ({"image": "cat/0.png", "label": "dgo"}, r"line 3: label='dgo' is none .* Did you mean 'dog'\?"),
+        ({"label": 0}, r"line 3: no column 'image'"),
+        ({"image": [1, 2], "label": 0}, r"line 3: image holds \[1, 2\]; give the path of a file"),
+    ],
+)
+def test_rows_that_are_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        prepare(image_job(rows_file(tmp_path, row)))
+
+
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
+    (write_folders(tmp_path / "images") / "cat" / "1.png").write_bytes(b"no image")
+    data = prepare(image_job(tmp_path / "images"))
+    with pytest.raises(DataError, match=r"cat/1.png cannot be read as an image"):
+        for split in (data.train, data.validation):
+            for number in range(len(split)):
+                split.sample(number)
+
+
+def test_whole_images_are_not_shared_by_context_ranks(tmp_path: Path) -> None:
+    job = image_job(write_folders(tmp_path / "images"), parallel={"context_parallel_degree": 2})
+    with pytest.raises(LegalityError, match="a head of classes reads whole sequences"):
+        resolve(job, World(2, "cpu", 2), study(job))
