@@ -5,7 +5,7 @@ Made by `shardwise.data.loader.Stream`; read by the training step, the loss and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,6 +37,8 @@ class Batch:
     known, where there is one.
     digest: hash of the real samples (`batch_digest`), signed 64 bits.
     sequences_per_sample: into which each sample of the data was cut (`cut`).
+    lengths: of inputs that are joined (patches of images), the number of entries of each row in dim 1; what is behind
+    is padding. The model gets the entries of all rows one behind the other. On the host.
     """
 
     inputs: dict[str, Tensor]
@@ -50,6 +52,16 @@ class Batch:
     digest: int = 0
     sequences_per_sample: int = 1
     whole_labels: Tensor | None = None
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Tensor]:
+        """Return the inputs as the model takes them: those that are joined without padding."""
+        return {
+            name: torch.cat([row[:length] for row, length in zip(value, self.lengths[name], strict=True)])
+            if name in self.lengths
+            else value
+            for name, value in self.inputs.items()
+        }
 
     def __post_init__(self) -> None:
         if self.counted is None:
@@ -75,6 +87,7 @@ class Batch:
             reference=None if self.reference is None else move(self.reference),
             digest=self.digest,
             sequences_per_sample=self.sequences_per_sample,
+            lengths=self.lengths,
         )
 
     def cut(self, number: int) -> Batch:
@@ -155,9 +168,15 @@ def batch_digest(batch: Batch) -> int:
     """
     columns = [batch.rows, *(value for _, value in sorted(batch.inputs.items()))]
     columns += [] if batch.labels is None else [batch.labels]
-    arrays = [column.contiguous().view(len(batch.rows), -1).view(torch.uint8).numpy() for column in columns]
+    lengths = [None, *(batch.lengths.get(name) for name in sorted(batch.inputs)), None]
+
+    def content(row: int) -> Iterator[bytes]:
+        for column, real in zip(columns, lengths):
+            values = column[row] if real is None else column[row][: real[row]]
+            yield values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
     rows = batch.counted.nonzero().flatten().tolist()
-    return wrap(sum(xxhash.xxh3_64_intdigest(b"".join(array[row].tobytes() for array in arrays)) for row in rows))
+    return wrap(sum(xxhash.xxh3_64_intdigest(b"".join(content(row))) for row in rows))
 
 
 def wrap(value: int) -> int:

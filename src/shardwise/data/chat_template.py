@@ -213,7 +213,7 @@ class ChatTemplate:
                 verbose=False,
             )
             for row, ids, offsets in zip(alike, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-                yield self._ended(row, np.asarray(ids, dtype=np.int64), _overlapping(offsets, row.spans))
+                yield self._ended(row, np.asarray(ids, dtype=np.int64), overlapping(offsets, row.spans))
 
     def _ended(self, row: RenderedRow, ids: np.ndarray, trained: np.ndarray) -> TokenizedRow:
         """Return the row, a completion's with the end of a text, which is trained on."""
@@ -225,7 +225,7 @@ class ChatTemplate:
         return TokenizedRow(row.where, ids, trained)
 
 
-def _overlapping(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+def overlapping(offsets: list[Span], spans: list[Span]) -> np.ndarray:
     """Return for each token [n] whether it holds a character of a span; one without characters is at its end."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     starts = np.where(starts == ends, starts - 1, starts)  # of a space that a tokenizer trims from its offsets

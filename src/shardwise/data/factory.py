@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from shardwise.data.batch import Batch
 from shardwise.errors import DataError
@@ -38,18 +39,33 @@ class Samples:
     base: int
     count: int
     name: str  # for messages
+    stacked: frozenset[str] | None = None  # tensors that become a dim more in a batch; None: all. Others are joined
 
     def __len__(self) -> int:
         return self.count
 
     def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
-        """Samples stacked on a new dim 0; the seed plays no part."""
+        """Samples stacked on a new dim 0, those that are joined with padding behind them; the seed plays no part."""
         samples = [self.sample(index) for index in indices]
         for index, sample in zip(indices, samples, strict=True):
             self._check_alike(samples[0], sample, index)
-        stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        lengths = {key: [len(sample[key]) for sample in samples] for key in samples[0] if self._is_joined(key)}
+        stacked = {
+            key: pad_sequence([sample[key] for sample in samples], batch_first=True)
+            if key in lengths
+            else torch.stack([sample[key] for sample in samples])
+            for key in samples[0]
+        }
         labels = stacked.pop("labels", None)
-        return Batch(inputs=stacked, labels=labels, rows=torch.tensor(counters, dtype=torch.int64))
+        rows = torch.tensor(counters, dtype=torch.int64)
+        return Batch(inputs=stacked, labels=labels, rows=rows, lengths=lengths)
+
+    def _is_joined(self, key: str) -> bool:
+        return self.stacked is not None and key not in self.stacked
+
+    def _shape(self, key: str, value: Tensor) -> tuple[int, ...]:
+        """Return the shape that is one in all samples."""
+        return tuple(value.shape[1:] if self._is_joined(key) else value.shape)
 
     def sample(self, index: int) -> dict[str, Tensor]:
         """One checked sample."""
@@ -70,8 +86,8 @@ class Samples:
         return sample
 
     def _check_alike(self, first: dict[str, Tensor], other: dict[str, Tensor], index: int) -> None:
-        expected = {key: tuple(value.shape) for key, value in first.items()}
-        shapes = {key: tuple(value.shape) for key, value in other.items()}
+        expected = {key: self._shape(key, value) for key, value in first.items()}
+        shapes = {key: self._shape(key, value) for key, value in other.items()}
         if expected != shapes:
             raise DataError(
                 f"{self.name}: sample {self.base + index} has shapes {shapes}, another of its batch {expected}; "

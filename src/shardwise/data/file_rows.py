@@ -9,7 +9,7 @@ order. Both splits have their rows in the order of the ranking.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import floor
@@ -55,6 +55,21 @@ class FileRow(NamedTuple):
         if not path.is_file():
             raise DataError(f"{self.where}: {column}={value!r} is no file ({path}); mend the path, or remove the row")
         return path
+
+
+class FileDataset(NamedTuple):
+    """What makes a map-style data set of some rows.
+
+    Attributes:
+        make: it.
+        tokenizer: directory of the tokenizer, if the rows have text.
+        stacked: tensors that have one shape in all rows; those of others stand one behind the other in a batch. None:
+            all have.
+    """
+
+    make: Callable[[Sequence[FileRow]], Any]
+    tokenizer: str | None = None
+    stacked: frozenset[str] | None = None
 
 
 def read_rows(job: Job, required: Sequence[str], optional: Sequence[str] = ()) -> list[FileRow]:

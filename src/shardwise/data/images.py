@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.corpus import IMAGE_SUFFIXES, data_format
-from shardwise.data.file_rows import FileRow, read_rows
+from shardwise.data.file_rows import FileDataset, FileRow, read_rows
 from shardwise.data.processors import IMAGES, open_processor
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
@@ -46,13 +46,13 @@ class ClassifiedImages:
         return {"pixel_values": pixels, "labels": torch.tensor(class_of(row, self.classes))}
 
 
-def open_images(job: Job) -> tuple[list[FileRow], Any]:
+def open_images(job: Job, model_vocabulary: int | None) -> tuple[list[FileRow], FileDataset]:
     """Return the rows of a job of image classification, and what makes its data set of some of them.
 
     Raises:
         DataError: a label is none of the classes, or an image is missing.
     """
-    labels = load_config(job).id2label
+    labels: Any = load_config(job).id2label
     classes = [str(labels[number]) for number in sorted(labels)]
     is_folder = data_format(job.data) == "image_folder"
     rows = _rows_of_folders(job) if is_folder else read_rows(job, ("image", "label"))
@@ -60,7 +60,7 @@ def open_images(job: Job) -> tuple[list[FileRow], Any]:
         class_of(row, classes)
         row.file(row.columns["image"], "image")
     processor = open_processor(job, IMAGES)
-    return rows, lambda some: ClassifiedImages(some, classes, processor)
+    return rows, FileDataset(lambda some: ClassifiedImages(some, classes, processor))
 
 
 def _rows_of_folders(job: Job) -> list[FileRow]:

@@ -105,11 +105,10 @@ def find_tokenizer(
 def _given_or_trained(
     job: Job, corpora: Sequence[TextSource], model_vocabulary: int | None, say: Callable[[str], None]
 ) -> TokenizerSource | None:
-    if job.data.tokenizer is not None:
-        return _source(Path(job.data.tokenizer), "data.tokenizer", trust_remote_code=False)
+    given = given_tokenizer(job)
+    if given is not None:
+        return given
     model = job.model.path
-    if model is not None and any((Path(model).expanduser() / name).is_file() for name in VOCABULARY_FILES):
-        return _source(Path(model), "model.path", job.model.trust_remote_code)
     if corpora[0].format == "tokens":
         return None
     if model is not None:
@@ -118,6 +117,16 @@ def _given_or_trained(
             "to the directory of the tokenizer that the model was trained with"
         )
     return _trained(job, corpora, model_vocabulary, say)
+
+
+def given_tokenizer(job: Job) -> TokenizerSource | None:
+    """Return the tokenizer of `data.tokenizer`, else that of the model directory; None where there is none."""
+    if job.data.tokenizer is not None:
+        return _source(Path(job.data.tokenizer), "data.tokenizer", trust_remote_code=False)
+    model = job.model.path
+    if model is not None and any((Path(model).expanduser() / name).is_file() for name in VOCABULARY_FILES):
+        return _source(Path(model), "model.path", job.model.trust_remote_code)
+    return None
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:

@@ -25,7 +25,8 @@ Device = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "full", "selective"]
 if TYPE_CHECKING:
-    AttentionKernelName = TaskName = str
+    AttentionKernelName = str
+    TaskName = str
 else:
     AttentionKernelName = Literal["auto", *(kernel.name for kernel in KERNELS)]
     TaskName = Literal[tuple(TASKS)]

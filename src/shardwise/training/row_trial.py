@@ -75,7 +75,7 @@ def call_arguments(job: Job, batch: Batch) -> dict[str, Tensor]:
     """Return what a user's module is called with for a batch; `model.loss` takes the labels itself."""
     takes_labels = job.model.loss is None and not TASKS[job.model.task].classifies
     labels = {"labels": batch.labels} if takes_labels and batch.labels is not None else {}
-    return {**batch.inputs, **labels}
+    return {**batch.arguments(), **labels}
 
 
 def _first_rows(data: TokenData) -> Batch:

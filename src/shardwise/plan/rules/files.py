@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
@@ -11,7 +13,7 @@ FORMATS = {  # of the rows of what a task reads, beside auto
     "speech": ("jsonl", "parquet", "dataset"),
     "chat": ("chat",),
 }
-UNREAD = {  # keys of text -> what of these tasks reads them; of the others nothing does
+UNREAD: dict[str, tuple[str, ...]] = {  # keys of text -> what of these tasks reads them; of the others nothing does
     "vocabulary_size": (),
     "added_tokens": (),
     "isolate_documents": (),
@@ -26,6 +28,10 @@ def _has_other_format(d: Draft) -> bool:
 
 def _streams(d: Draft) -> bool:
     return d.reads_files and bool(d.data.sources or d.data.has_streams)
+
+
+def _leaves_unread(key: str, d: Draft) -> bool:
+    return d.reads_files and d.task.samples not in UNREAD[key]
 
 
 def _counts_tokens(d: Draft) -> bool:
@@ -51,10 +57,18 @@ RULES: tuple[Rule, ...] = (
          "images to be classified have no tokens",
          lambda d: d.reads_files and d.task.samples == "images" and _counts_tokens(d),
          fix="give training.sequences_per_step, and until_samples"),
+    Rule("image-packing", ("model.task", "data.packing"), "rows with images stand one in each sequence, with padding",
+         lambda d: d.reads_files and d.task.samples == "chat" and d.data.packing,
+         fix="set data.packing to false"),
+    Rule("image-truncation", ("model.task", "data.truncation"), "a cut row would lack tokens of its images",
+         lambda d: d.reads_files and d.task.samples == "chat" and d.data.truncation,
+         fix="use a longer data.sequence_length, or smaller images"),
+    Rule("processor-directory", ("model.task", "data.processor"), "texts and images share a processor with a tokenizer",
+         lambda d: d.reads_files and d.task.samples == "chat" and isinstance(d.data.processor, dict),
+         fix="give the directory that holds it"),
     idle("processor", "data.processor", "only tasks that read files of images or of sound have a processor",
          lambda d: not d.reads_files),
     *(idle(f"files-{key.replace('_', '-')}", f"data.{key}", "the task reads files by its processor",
-           lambda d, readers=readers: d.reads_files and d.task.samples not in readers)
-      for key, readers in UNREAD.items()),
+           partial(_leaves_unread, key)) for key in UNREAD),
 )
 # fmt: on

@@ -46,10 +46,8 @@ class LanguageModelling(Objective):
         Where our kernels run attention they know the documents; the mask then only says that nothing is padding, or the
         model would take positions that begin anew for ends of documents and make a mask of its own.
         """
-        dtype = self.model.compute_dtype
-        inputs: dict[str, Any] = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in microbatch.inputs.items()
-        }
+        dtype, inputs = self.model.compute_dtype, dict[str, Any](microbatch.arguments())
+        inputs |= {name: value.to(dtype) for name, value in inputs.items() if value.is_floating_point()}
         if microbatch.document_ids is not None and self.model.plan.attention:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         elif microbatch.document_ids is not None:
