@@ -45,15 +45,13 @@ from shardwise.model.build import load_config, prepare_for_training
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import VOCABULARY, language_model_types, toy_config
+from shardwise.testing.toy_samples import inputs_of_files, toy_of_files
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.setup import study
 
-TASKS = ("causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "token_classification")
+TASKS = tuple(TASK_RECORDS)
 # Mappings of transformers without a task of ours, by a name for it; their types are refused, or have one of TASKS.
 OTHER_MAPPINGS = {
-    "image_text_to_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "speech_seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
     "ctc": "MODEL_FOR_CTC_MAPPING",
 }
 VOCABULARIES = ("vocab_size", "src_vocab_size", "tgt_vocab_size")
@@ -136,14 +134,19 @@ def write_corpora(directory: Path) -> None:
 
 def toy_job(directory: Path, task: str, model_type: str, layout: str, precision: str = "fp64") -> Job:
     """Return the job of a cell, of which four sequences make a step."""
-    config = toy_config(model_type, experts_implementation="eager")
+    reads_files = TASK_RECORDS[task].reads_files
+    config, arguments = toy_of_files(task, model_type) if reads_files else (toy_config(model_type), {})
+    config["experts_implementation"] = "eager"
     # An eager softmax is one of fp32, which rounds what ranks with parts of a sequence do not share in the last bit.
     attention = "auto" if layout == "context 2" else "eager"
     model: dict[str, Any] = {"config": config, "task": task, "attention": attention}
     data: dict[str, Any] = {"sequence_length": LENGTH}
-    if TASK_RECORDS[task].samples == "factory":
-        config.setdefault("pad_token_id", 0)
+    if TASK_RECORDS[task].classifies:
         model["labels"] = [f"class {number}" for number in range(CLASSES)]
+    if reads_files:
+        data |= {"factory": "shardwise.testing.toy_samples:ToySamples", "factory_arguments": arguments}
+    elif TASK_RECORDS[task].samples == "factory":
+        config.setdefault("pad_token_id", 0)
         arguments = {"for_tokens": task == "token_classification", "last": _end_token(config)}
         data |= {"factory": "benchmarks.coverage:ClassifiedTokens", "factory_arguments": arguments}
     else:
@@ -182,6 +185,8 @@ def run_plain(job: Job) -> str:
     if last := job.data.factory_arguments.get("last"):
         ids[:, -1] = last
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if job.model.task == "seq2seq_lm" else {})
+    if TASK_RECORDS[job.model.task].reads_files:
+        inputs = inputs_of_files(job)
     try:
         make = TASK_RECORDS[job.model.task].model_class().from_config
         model = make(load_config(job), dtype=torch.float32, attn_implementation="eager")

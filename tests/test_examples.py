@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 MOST_LINES = 60
 STEPS = 2
+FILE_JOBS = ("images.yaml", "speech.yaml", "image_chat.yaml")
 JOBS = {"train_text.yaml": 2, "masked_lm.yaml": 2, "smp_options.yaml": 2, "tensor.yaml": 2, "pipeline.yaml": 2,
         "long_sequences.yaml": 2, "experts.yaml": 2, "combined.yaml": 8}  # and its ranks  # fmt: skip
 QUICK = ("train_text.yaml", "pipeline.yaml")
@@ -63,6 +64,8 @@ def test_every_example_is_run_here_and_short() -> None:
         *JOBS,
         *("chat.yaml", "chat.jinja", "chat_rows.py", "chat_lora.yaml", "sums.py"),
         *("dpo.yaml", "preference_rows.py"),
+        *FILE_JOBS,
+        *("files.py", "diffusion.py"),
         "own_module.py",
         "library.py",
         "smp_gpt.py",
@@ -182,6 +185,35 @@ def test_dpo(world_pool: WorldPool, tmp_path: Path) -> None:
 def run_script(file: str, words: list[str]) -> None:
     sys.argv = [file, *words]
     runpy.run_path(file, run_name="__main__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILE_JOBS)
+def test_jobs_on_files(world_pool: WorldPool, tmp_path: Path, name: str) -> None:
+    """Whole, and from the checkpoint of its first step; the model's directory has its processor."""
+    run_script(str(EXAMPLES / "files.py"), [str(tmp_path / "files")])
+    data = yaml.safe_load((EXAMPLES / name).read_text())["data"]
+    words = [f"--data.{key}={value}" for key, value in data.items() if str(value).startswith("runs/files")]
+    words = [word.replace("runs/files", str(tmp_path / "files")) for word in words]
+    words += ["--optimizer.warmup_steps=0", "--optimizer.schedule=constant", "--checkpoint.resume=auto"]
+    for output, steps in (("run", STEPS), ("parts", 1), ("parts", STEPS)):
+        own = [f"--output={tmp_path / output}", f"--training.steps={steps}"]
+        assert world_pool.run(2, run_job, str(EXAMPLES / name), [*words, *own]) == [0] * 2
+    check_run(tmp_path / "run")
+    whole, parts = (
+        {record["step"]: record["loss"] for record in records_of(tmp_path / output) if "loss" in record}
+        for output in ("run", "parts")
+    )
+    assert whole == parts and len(whole) == STEPS
+    config = "processor_config.json" if name == "image_chat.yaml" else "preprocessor_config.json"
+    assert (tmp_path / "run" / "model" / config).is_file()
+
+
+def test_diffusion(tmp_path: Path) -> None:
+    words = [word for word in toy_keys(tmp_path) if not word.startswith("data.")]
+    done = run_python("diffusion.py", *words, cwd=EXAMPLES, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    check_run(tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -141,8 +141,8 @@ def test_places_in_texts_are_those_of_the_column(tmp_path: Path, row: dict[str, 
 def test_another_image_token_is_refused(tmp_path: Path) -> None:
     write_chats(tmp_path, 3)
     job = chat_job(tmp_path)
-    config = {**job.model.config, "image_token_id": 9}
-    with pytest.raises(ConfigError, match=r"puts token 2 where images are, .* image_token_id=9"):
+    config = {**job.model.config, "image_token_id": 90}
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line \d: the processor puts no token image_token_id=90"):
         prepare(job.model_copy(update={"model": job.model.model_copy(update={"config": config})}))
 
 

@@ -31,6 +31,7 @@ from shardwise.checkpoint.writing import (
     DEFAULT_SHARD_BYTES,
     HuggingFaceWriter,
     copy_chat_template,
+    copy_processor,
     remove_unfinished,
 )
 from shardwise.errors import CheckpointError, OutputError
@@ -156,7 +157,9 @@ def export_checkpoint(
             as_asked = converted(f"{kind}/{tensor_name}", tensor, dtype)
             writer.add(tensor_name, as_asked if kind == "buffer" else _written(as_asked, dtype_of(tensor_name)))
         writer.finish()
-        copy_chat_template(manifest.job.get("data", {}).get("chat_template"), writer.path, say)
+        data = manifest.job.get("data", {})
+        copy_processor(data.get("processor"), manifest.job.get("model", {}).get("path"), writer.path)
+        copy_chat_template(data.get("chat_template"), writer.path, say)
         for problem in writer.problems:
             say(problem)
         return writer.path

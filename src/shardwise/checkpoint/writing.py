@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +27,7 @@ from shardwise.errors import OutputError
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # as tokenizers of transformers read it
 DEFAULT_SHARD_BYTES = 1 << 30
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json")
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "tokenization_*.py", "sentencepiece*",
@@ -184,6 +186,21 @@ def copy_chat_template(template: str | None, directory: Path, say: Callable[[str
         shutil.copyfile(template, directory / CHAT_TEMPLATE_FILE)
     else:
         say(f"the chat template is not exported: {template} is not there any more")
+
+
+def copy_processor(given: str | dict[str, Any] | None, model: str | None, directory: Path) -> None:
+    """Put what makes tensors of images or sound beside the model: of a job's `data.processor`, or of its `model.path`.
+
+    A model of text alone has none.
+    """
+    if isinstance(given, dict):
+        (directory / PROCESSOR_FILES[0]).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
+        return
+    source = given or model
+    for name in PROCESSOR_FILES if source is not None else ():
+        file = Path(str(source)) / name
+        if file.is_file():
+            shutil.copyfile(file, directory / name)
 
 
 def _shard_name(shard: int, shards: int) -> str:

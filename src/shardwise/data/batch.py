@@ -54,14 +54,16 @@ class Batch:
     whole_labels: Tensor | None = None
     lengths: dict[str, list[int]] = field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Tensor]:
-        """Return the inputs as the model takes them: those that are joined without padding."""
-        return {
-            name: torch.cat([row[:length] for row, length in zip(value, self.lengths[name], strict=True)])
-            if name in self.lengths
-            else value
-            for name, value in self.inputs.items()
-        }
+    def arguments(self, rows: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Return the inputs as the model takes them, of some rows or all: those that are joined without padding."""
+        taken = range(len(self.rows)) if rows is None else rows
+
+        def argument(name: str, value: Tensor) -> Tensor:
+            if name in self.lengths:
+                return torch.cat([value[row][: self.lengths[name][row]] for row in taken])
+            return value if rows is None else value[list(rows)]
+
+        return {name: argument(name, value) for name, value in self.inputs.items()}
 
     def __post_init__(self) -> None:
         if self.counted is None:

@@ -54,12 +54,14 @@ class ImageChats:
         processor: makes tensors of texts and images.
         template: renders conversations.
         length: of a sequence.
+        image_token: that stands for features of images in the model, as far as its config says it.
     """
 
     rows: Sequence[FileRow]
     processor: Any
     template: ChatTemplate
     length: int
+    image_token: int | None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -91,6 +93,11 @@ class ImageChats:
                 f"{row.where}: {len(ids)} tokens with those of its images, and data.sequence_length={self.length}; use "
                 "a longer one, smaller images, or remove the row"
             )
+        if self.image_token is not None and self.image_token not in ids:
+            raise ConfigError(
+                f"{row.where}: the processor puts no token image_token_id={self.image_token} of the model's config in "
+                "the places of images; set data.processor to the model's own, or mend the config"
+            )
         if not trained[1:].any():
             raise DataError(f"{row.where}: no token is trained on (data.train_on); remove the row, or add an answer")
 
@@ -112,13 +119,11 @@ def open_image_chats(job: Job, model_vocabulary: int | None) -> tuple[list[FileR
     """Return the rows of a job of conversations with images, and what makes its data set of some of them.
 
     Raises:
-        ConfigError: the processor and the model do not know the same image token.
         DataError: a row has no image, another number of them than places, or a file is missing.
     """
     processor = open_processor(job, CHAT)
     tokenizer, directory = processor.tokenizer, str(job.data.processor or job.model.path)
     check_vocabulary(max(tokenizer.get_vocab().values()) + 1, model_vocabulary, directory)
-    _check_image_token(job, processor, directory)
     template = ChatTemplate(
         tokenizer, TokenizerSource(Path(directory), ""), read_template(job.data) or processor.chat_template,
         job.data.model_copy(update={"format": "chat"}).trained_part,
@@ -126,20 +131,10 @@ def open_image_chats(job: Job, model_vocabulary: int | None) -> tuple[list[FileR
     rows = read_rows(job, (), COLUMNS)
     for row in rows:
         image_conversation(row)
-    length = job.data.sequence_length
-    make = lambda some: ImageChats(some, processor, template, length)  # noqa: E731
+    config, length = load_config(job), job.data.sequence_length
+    token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    make = lambda some: ImageChats(some, processor, template, length, token)  # noqa: E731
     return rows, FileDataset(make, directory, OF_TOKENS | {"labels"})
-
-
-def _check_image_token(job: Job, processor: Any, directory: str) -> None:
-    config = load_config(job)
-    known = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    own = getattr(processor, "image_token_id", None)
-    if known is not None and own is not None and known != own:
-        raise ConfigError(
-            f"the processor in {directory} puts token {own} where images are, and the model's config has "
-            f"image_token_id={known}; set data.processor to the model's own, or mend the config"
-        )
 
 
 def image_conversation(row: FileRow) -> ImageConversation:

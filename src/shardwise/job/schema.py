@@ -63,13 +63,13 @@ class ModelSection(Section):
     task: TaskName = Field(
         default="causal_lm",
         description="Which head and which loss. `seq2seq_lm` (T5 and its kind) learns to fill in spans of text that "
-        "are left out (arXiv 1910.10683, section 3.1.4). The two of classification learn a class of each sample, or of "
-        "each token, from the `labels` of a `data.factory`.",
+        "are left out (arXiv 1910.10683, section 3.1.4). Sequence and token classification learn a class of each "
+        "sample, or of each token, from the `labels` of a `data.factory`. `image_classification`, `speech_seq2seq` "
+        "(Whisper) and `image_text_to_text` (Llava) read rows that name files of images or of sound.",
     )
     labels: list[str] = Field(
         default=[],
-        description="Names of the classes of `sequence_classification` and `token_classification`; unset: those of the "
-        "config.",
+        description="Names of the classes of a task of classification; unset: those of the config.",
     )
     dtype: Literal["file", "fp32", "bf16"] | None = Field(
         default=None,

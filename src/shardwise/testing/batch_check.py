@@ -123,12 +123,12 @@ def _wrong_content(batch: Batch, source: Source, rank: int, real: int, cuts: int
     if not real:
         return None
     counters = (batch.rows[:real:cuts] // cuts).tolist()
-    right, read = _columns(shortened(source.rows(counters), cuts)), dict(batch.inputs)
-    read |= {} if batch.labels is None else {"labels": batch.labels}
-    read |= {} if batch.document_ids is None else {"documents": batch.document_ids}
+    right, read = _columns(shortened(source.rows(counters), cuts)), batch.arguments(range(real))
+    read |= {} if batch.labels is None else {"labels": batch.labels[:real]}
+    read |= {} if batch.document_ids is None else {"documents": batch.document_ids[:real]}
     for name, values in right.items():
-        if name not in read or not torch.equal(read[name][:real].to(values.dtype), values):
-            if name == "labels" and name in read and (wrong := _wrong_mask(read[name][:real], values, right, counters)):
+        if name not in read or not torch.equal(read[name].to(values.dtype), values):
+            if name == "labels" and name in read and (wrong := _wrong_mask(read[name], values, right, counters)):
                 return wrong
             return Misread("wrong_data", f"{name} of samples {counters} on rank {rank} are not those of the corpus")
     return None

@@ -402,7 +402,7 @@ def rows_of(batch: Batch, with_padding: bool = False) -> Rows:
     """Return the rows of a microbatch as the oracle reads them, without padding unless its labels leave it out."""
     has_classes = batch.labels is not None and not batch.labels.is_floating_point()
     real = torch.ones_like(batch.counted) if with_padding and has_classes else batch.counted
-    inputs = {name: value[real] for name, value in batch.inputs.items()}
+    inputs = batch.arguments(real.nonzero().flatten().tolist())
     labels = None if batch.labels is None else batch.labels[real]
     documents = None if batch.document_ids is None else batch.document_ids[real]
     completions = None if batch.completions is None else batch.completions[real]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.adapters import export_adapter
 from shardwise.checkpoint.export import export_hugging_face
-from shardwise.checkpoint.writing import copy_chat_template
+from shardwise.checkpoint.writing import copy_chat_template, copy_processor
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.job.schema import Job
 from shardwise.observe.callback import Callback, ObservedSession, reported
@@ -74,7 +74,9 @@ class ModelExport(Callback):
             export_hugging_face(session.model, output / model, tokenizer, session.note)
         if session.rank == 0 and (output / model).is_dir():
             with writing(output):
-                copy_chat_template(session.job.data.chat_template, output / model)
+                job = session.job
+                copy_processor(job.data.processor, job.model.path, output / model)
+                copy_chat_template(job.data.chat_template, output / model)
 
 
 def open_tokenizer(assembled: AssembledJob) -> PreTrainedTokenizerBase | None:

@@ -41,6 +41,9 @@ def _counts_tokens(d: Draft) -> bool:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
+    Rule("files-sources", ("model.task", "data.sources", "data.streaming"),
+         "rows that name files are one corpus, known before training", _streams,
+         fix="give one data.path, and no streaming"),
     Rule("files-path", ("model.task", "data.path"), "its samples are rows that name files",
          lambda d: d.reads_files and d.data.path is None,
          fix="set data.path, or data.factory to samples of your own"),
@@ -50,9 +53,6 @@ RULES: tuple[Rule, ...] = (
     Rule("image-folder", ("data.format", "model.task"), "folders of images are read to classify them",
          lambda d: d.data.format == "image_folder" and d.task.samples != "images",
          fix="use model.task image_classification, or another format"),
-    Rule("files-sources", ("model.task", "data.sources", "data.streaming"),
-         "rows that name files are one corpus, known before training", _streams,
-         fix="give one data.path, and no streaming"),
     Rule("image-tokens", ("model.task", "training.tokens_per_step", "training.batch_size_schedule"),
          "images to be classified have no tokens",
          lambda d: d.reads_files and d.task.samples == "images" and _counts_tokens(d),

@@ -18,7 +18,7 @@ def evaluated(training: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
 
 CASES = {
     "evaluation-sets": case(
-        {**OWN, "evaluation": {"sets": {"other": "other.jsonl"}}}, OWN, "sets are files, read as data.path is",
+        {**OWN, "evaluation": {"sets": {"other": "other.jsonl"}}}, OWN, "sets are text, read as data.path is",
         facts=FLAT,
     ),
     "evaluation-ema": case(

@@ -40,7 +40,7 @@ CASES = {
         {**OF_SAMPLES, "training": {"loss_reduction": "sample"}}, OF_SAMPLES, "each sample has one label",
     ),
     "labels": case({"model": {"labels": ["a"]}}, {"model": {**CLASSES, "labels": ["a"]}, "data": {"factory": "c:d"}},
-                   "only sequence_classification and token_classification"),
+                   "only tasks of classification have classes"),
     "one-model": case({"model": {"path": "m", "config": "c"}}, {"model": {"path": "m"}}, "keep one"),
     "model-loss": case({"model": {"loss": "a:b"}}, {"model": {"factory": "a:b", "loss": "a:c"}}, "model.loss=a:b"),
     "model-factory-arguments": case(

@@ -1,0 +1,147 @@
+"""Samples of tensors for toys of models that see images or hear sound, and the sizes that make such toys small.
+
+Values are random. A row of a model of text and images has one image, and as many image tokens as the toy makes features
+of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
+from shardwise.testing.toy_configs import VOCABULARY, toy_config
+
+IMAGE_TOKEN, FIRST_TOKEN, CLASSES = 3, 10, 3
+PIXELS, PATCH, FRAMES, LENGTH = 16, 4, 32, 32  # of an image's side and of a patch's; of sound; of a row with tokens
+# Sizes of what sees and hears, by the names that configs give them.
+SIZES: dict[str, Any] = {
+    "image_size": PIXELS, "patch_size": PATCH, "depth": 2, "embed_dim": 16, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": (PIXELS // PATCH) ** 2,
+    "mm_tokens_per_image": 4, "window_size": 8, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [1],
+    "num_mel_bins": 8, "input_feat_per_channel": 8, "max_source_positions": FRAMES // 2, "max_target_positions": 64,
+    "image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "drop_path_rate": 0.0,
+}  # fmt: skip
+# What else a family of classified images needs to be small.
+STAGED: dict[str, dict[str, Any]] = {
+    "swin": {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2},
+    "swinv2": {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2},
+    "convnext": {"patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
+    "convnextv2": {"patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
+    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "groups_width": 8},
+}
+
+
+class ToySamples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows of random tensors with labels.
+
+    Args:
+        task: as in `model.task`.
+        shapes: of a row's tensors of floats, by name.
+        grid: `image_grid_thw` of a row's image, where the model takes it.
+        tokens: image tokens of a row.
+        marks: the argument that marks them, where the model takes one.
+        rows: how many.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        shapes: dict[str, list[int]],
+        grid: list[int] | None = None,
+        tokens: int = 0,
+        marks: str = "",
+        rows: int = 40,
+    ) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.columns = {name: torch.randn(rows, *shape, generator=draw) for name, shape in shapes.items()}
+        if grid is not None:
+            self.columns["image_grid_thw"] = torch.tensor(grid).expand(rows, 3)
+        kind = TASKS[task].labels
+        high, low = (CLASSES, 0) if kind == "classes" else (VOCABULARY, FIRST_TOKEN)
+        labels = torch.randint(low, high, (rows,) if kind == "classes" else (rows, LENGTH), generator=draw)
+        if kind == "next":
+            ids = torch.cat([labels[:, :1], torch.full((rows, tokens), IMAGE_TOKEN), labels], dim=1)
+            labels = torch.cat([ids[:, 1:], torch.full((rows, 1), -100)], dim=1)
+            labels = labels.masked_fill(labels == IMAGE_TOKEN, -100)
+            self.columns |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            self.columns |= {marks: (ids == IMAGE_TOKEN).long()} if marks else {}
+        self.columns["labels"] = labels
+
+    def __len__(self) -> int:
+        return len(self.columns["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self.columns.items()}
+
+
+def toy_of_files(task: str, model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config of a toy of a task that reads files, and the arguments of its `ToySamples`.
+
+    Raises:
+        Exception: transformers refuses the toy's sizes, or its model is called in a way of its own.
+    """
+    from transformers import CONFIG_MAPPING
+
+    config = _sized(CONFIG_MAPPING[model_type](), toy_config(model_type)) | STAGED.get(model_type, {})
+    if task == "image_classification":
+        return config, {"task": task, "shapes": {"pixel_values": [3, PIXELS, PIXELS]}}
+    model = _built(task, config)
+    if task == "speech_seq2seq":
+        name, bins = model.main_input_name, model.config.to_dict().get("num_mel_bins", 8)
+        shape = [20 * FRAMES] if name == "input_values" else [bins, FRAMES] if model_type == "whisper" else [FRAMES, 8]
+        return config, {"task": task, "shapes": {name: shape}}
+    return config, {"task": task, **_image_arguments(model)}
+
+
+def inputs_of_files(job: Job) -> dict[str, Tensor]:
+    """Return the arguments of a forward of two rows of a toy's samples."""
+    samples = ToySamples(**job.data.factory_arguments)
+    inputs = {name: values[:2] for name, values in samples.columns.items()}
+    labels = inputs.pop("labels")
+    return {**inputs, "decoder_input_ids": labels} if TASKS[job.model.task].labels == "decoder" else inputs
+
+
+def _image_arguments(model: Any) -> dict[str, Any]:
+    """Return a row's image as the model takes it, and how many tokens it needs: as many as it makes features."""
+    parameters = inspect.signature(model.forward).parameters
+    side, grid = PIXELS // PATCH, None
+    shape = [3, PIXELS, PIXELS]
+    if "image_grid_thw" in parameters:
+        grid = [1, side, side]
+        shape = [side**2, 3 * model.config.vision_config.temporal_patch_size * PATCH**2]
+    rows = {"pixel_values": torch.randn(shape if grid else [1, *shape])}
+    rows |= {"image_grid_thw": torch.tensor([grid])} if grid else {}
+    with torch.no_grad():
+        features = model.get_image_features(**rows)
+    features = getattr(features, "pooler_output", features)
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    tokens = sum(part[..., 0].numel() for part in parts)
+    marks = next((name for name in ("token_type_ids", "mm_token_type_ids") if name in parameters), "")
+    return {"shapes": {"pixel_values": shape}, "grid": grid, "tokens": tokens, "marks": marks}
+
+
+def _built(task: str, config: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    return TASKS[task].model_class().from_config(CONFIG_MAPPING[config["model_type"]](**values), dtype=torch.float32)
+
+
+def _sized(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a toy with those of SIZES for which a config, or one inside of it, has names."""
+    fields = config.to_dict()
+    values = {**values, **{name: size for name, size in SIZES.items() if fields.get(name) is not None}}
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        values["rope_parameters"] = {**rope, "mrope_section": [1, 1, 2]}  # of heads of 8
+    for name in fields:
+        inner = vars(config).get(name)
+        if hasattr(inner, "to_dict"):
+            values[name] = _sized(inner, {"model_type": inner.model_type, **(values.get(name) or {})})
+    return values
