@@ -188,6 +188,7 @@ def run_script(file: str, words: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize("name", FILE_JOBS)
 def test_jobs_on_files(world_pool: WorldPool, tmp_path: Path, name: str) -> None:
     """Whole, and from the checkpoint of its first step; the model's directory has its processor."""
@@ -196,9 +197,10 @@ def test_jobs_on_files(world_pool: WorldPool, tmp_path: Path, name: str) -> None
     words = [f"--data.{key}={value}" for key, value in data.items() if str(value).startswith("runs/files")]
     words = [word.replace("runs/files", str(tmp_path / "files")) for word in words]
     words += ["--optimizer.warmup_steps=0", "--optimizer.schedule=constant", "--checkpoint.resume=auto"]
+    words += ["--checkpoint.every=1"]
     for output, steps in (("run", STEPS), ("parts", 1), ("parts", STEPS)):
         own = [f"--output={tmp_path / output}", f"--training.steps={steps}"]
-        assert world_pool.run(2, run_job, str(EXAMPLES / name), [*words, *own]) == [0] * 2
+        assert world_pool.run(2, run_job, str(EXAMPLES / name), [*words, *own], timeout=240) == [0] * 2
     check_run(tmp_path / "run")
     whole, parts = (
         {record["step"]: record["loss"] for record in records_of(tmp_path / output) if "loss" in record}

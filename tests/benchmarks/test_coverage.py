@@ -65,8 +65,22 @@ def test_cells_of_a_type(world_pool: WorldPool, tmp_path: Path) -> None:
     assert "expert" in cells[1].reason
     (unable,) = coverage.cells_of(world_pool, tmp_path, "causal_lm", "gemma4_assistant", ["sharded 2"])
     assert unable.outcome == NO_TOY and unable.reason
-    (other,) = coverage.cells_of(world_pool, tmp_path, "image_classification", "vit", ["sharded 2"])
+    (other,) = coverage.cells_of(world_pool, tmp_path, "ctc", "wav2vec2", ["sharded 2"])
     assert other.outcome == REFUSED and "model.factory" in other.reason
+
+
+SEEN_OR_HEARD = {
+    "image_classification": ("vit", "convnext"),
+    "speech_seq2seq": ("whisper",),
+    "image_text_to_text": ("llava", "qwen2_vl", "gemma3"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task, model_type", [(task, name) for task, names in SEEN_OR_HEARD.items() for name in names])
+def test_toys_that_see_or_hear(world_pool: WorldPool, tmp_path: Path, task: str, model_type: str) -> None:
+    (cell,) = coverage.cells_of(world_pool, tmp_path, task, model_type, ["sharded 2"])
+    assert cell.outcome == AGREES, cell
 
 
 def test_a_page_says_what_ran_and_nothing_else() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from shardwise._torch_compat import accelerator
 from shardwise.collectives import engine, topology
 from shardwise.commands.versions import installed_version, untested_versions
-from shardwise.errors import LegalityError
+from shardwise.errors import LegalityError, ModelError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis, spec_of
 from shardwise.job.devices import CPU, default_device_type, device_kind
@@ -126,10 +126,17 @@ def examine_model(where: str) -> Table:
 
 def _built(where: str) -> tuple[nn.Module, Job]:
     """Return the model on the meta device, and its job with the first task for which transformers has a head."""
+    from shardwise.job.tasks import TASKS
     from shardwise.model.build import build_model, load_config, tasks_of
 
     config = load_config(Job.model_validate({"model": {"config": where}}), key="--model")
-    task = next(iter(tasks_of(config)), "causal_lm")
+    tasks = tasks_of(config)
+    task = next((name for name in tasks if not TASKS[name].reads_files), "causal_lm")
+    if tasks and task not in tasks:
+        raise ModelError(
+            f"--model={where!r}: a model of model.task={tasks[0]!r} is examined with its samples; use `shardwise train "
+            "--print-plan` with a job that has some"
+        )
     job = Job.model_validate({"model": {"config": where, "task": task}})
     return build_model(job), job
 

@@ -89,6 +89,7 @@ INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 LENGTH = 8  # tokens of a rehearsal
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # means over rows, kept in buffers
 FACTORY_ATTENTION = refused("a module of model.factory keeps the attention that it was built with")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "block_size")
 
@@ -236,10 +237,13 @@ def _coupling(
     model: nn.Module, config: Any, forward: ForwardProbe, example: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
     """Return why rows of a microbatch may change each other's numbers; a user's module is tried for that later."""
+    is_pretrained = isinstance(model, PreTrainedModel)
+    norms = is_pretrained and any(isinstance(module, BATCH_NORMS) for module in model.modules())
     return {
         "drops_by_microbatch": _drops_by_microbatch(model, forward, example),
         "couples_rows": _takes_shares(config),
-        "draws_numbers": isinstance(model, PreTrainedModel) and forward.draws_on_activations,
+        "keeps_statistics": norms,
+        "draws_numbers": is_pretrained and forward.draws_on_activations,
     }
 
 

@@ -137,9 +137,8 @@ def _sized(config: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a toy with those of SIZES for which a config, or one inside of it, has names."""
     fields = config.to_dict()
     values = {**values, **{name: size for name, size in SIZES.items() if fields.get(name) is not None}}
-    rope = fields.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        values["rope_parameters"] = {**rope, "mrope_section": [1, 1, 2]}  # of heads of 8
+    if "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
+        values["rope_parameters"] = {**fields["rope_parameters"], "mrope_section": [1, 1, 2]}  # of heads of 8
     for name in fields:
         inner = vars(config).get(name)
         if hasattr(inner, "to_dict"):
