@@ -34,8 +34,8 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.inlet, self.outlet = nn.Conv2d(1, width, 2, 2), nn.ConvTranspose2d(width, 1, 2, 2)
-        self.times, self.places = nn.Embedding(100, width), nn.Embedding(16, width)
-        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(width, 4, batch_first=True) for _ in range(2)))
+        layers = (nn.TransformerEncoderLayer(width, 4, 256, 0.0, batch_first=True) for _ in range(2))
+        self.times, self.places, self.blocks = nn.Embedding(100, width), nn.Embedding(16, width), nn.Sequential(*layers)
 
     def forward(self, image: Tensor, time: Tensor) -> Tensor:
         hidden = self.inlet(image).flatten(2).transpose(1, 2) + self.places.weight + self.times(time)[:, None]
@@ -48,8 +48,8 @@ def model(of_diffusers: bool = False) -> nn.Module:
     return Noised(Transformer())
 
 
-def images() -> list[dict[str, Tensor]]:  # of a bright row on a dark ground
-    return [{"image": torch.eye(8)[number % 8].view(1, 8, 1).expand(1, 8, 8) * 2 - 1} for number in range(512)]
+def images(count: int = 512) -> list[dict[str, Tensor]]:  # of a bright row on a dark ground
+    return [{"image": torch.eye(8)[number % 8].view(1, 8, 1).expand(1, 8, 8) * 2 - 1} for number in range(count)]
 
 
 def squares(output, batch) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ class FileRow(NamedTuple):
 
 
 class FileDataset(NamedTuple):
-    """What makes a map-style data set of some rows.
+    """Maker of a map-style data set of some rows.
 
     Attributes:
         make: it.
@@ -89,7 +89,7 @@ def read_rows(job: Job, required: Sequence[str], optional: Sequence[str] = ()) -
     return list(islice(rows, job.data.max_documents))
 
 
-def split_rows(job: Job, rows: Sequence[FileRow]) -> tuple[list[FileRow], list[FileRow]]:
+def split_file_rows(job: Job, rows: Sequence[FileRow]) -> tuple[list[FileRow], list[FileRow]]:
     """Return (training, validation) rows as defined above.
 
     Raises:

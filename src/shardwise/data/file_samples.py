@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples
-from shardwise.data.file_rows import FileDataset, FileRow, split_rows
+from shardwise.data.file_rows import FileDataset, FileRow, split_file_rows
 from shardwise.data.image_chats import open_image_chats
 from shardwise.data.images import open_images
 from shardwise.data.speech import open_speech
@@ -36,7 +36,7 @@ def open_file_samples(job: Job, model_vocabulary: int | None) -> TokenData:
     """
     rows, dataset = OPENERS[TASKS[job.model.task].samples](job, model_vocabulary)
     name = f"data.path={job.data.path!r}"
-    splits = [Samples(dataset.make(some), 0, len(some), name, dataset.stacked) for some in split_rows(job, rows)]
+    splits = [Samples(dataset.make(some), 0, len(some), name, dataset.stacked) for some in split_file_rows(job, rows)]
     splits[0].sample(0)
     return TokenData(
         train=splits[0],

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Task:
+class ModelTask:
     """A task.
 
     Attributes:
@@ -55,19 +55,46 @@ class Task:
         return getattr(transformers, self.mapping)
 
 
-# fmt: off
-TASKS = {task.name: task for task in (
-    Task("causal_lm", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "next", peft="CAUSAL_LM"),
-    Task("masked_lm", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "same"),
-    Task("seq2seq_lm", "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "decoder",
-         peft="SEQ_2_SEQ_LM"),
-    Task("sequence_classification", "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-         "classes", "factory", peft="SEQ_CLS"),
-    Task("token_classification", "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-         "classes", "factory", peft="TOKEN_CLS"),
-    Task("image_classification", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-         "classes", "images"),
-    Task("speech_seq2seq", "AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "decoder", "speech"),
-    Task("image_text_to_text", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "next", "chat"),
-)}
-# fmt: on
+TASKS = {
+    task.name: task
+    for task in (
+        ModelTask("causal_lm", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "next", peft="CAUSAL_LM"),
+        ModelTask("masked_lm", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "same"),
+        ModelTask(
+            "seq2seq_lm",
+            "AutoModelForSeq2SeqLM",
+            "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+            "decoder",
+            peft="SEQ_2_SEQ_LM",
+        ),
+        ModelTask(
+            "sequence_classification",
+            "AutoModelForSequenceClassification",
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+            "classes",
+            "factory",
+            peft="SEQ_CLS",
+        ),
+        ModelTask(
+            "token_classification",
+            "AutoModelForTokenClassification",
+            "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+            "classes",
+            "factory",
+            peft="TOKEN_CLS",
+        ),
+        ModelTask(
+            "image_classification",
+            "AutoModelForImageClassification",
+            "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+            "classes",
+            "images",
+        ),
+        ModelTask(
+            "speech_seq2seq", "AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "decoder", "speech"
+        ),
+        ModelTask(
+            "image_text_to_text", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "next", "chat"
+        ),
+    )
+}

@@ -27,7 +27,7 @@ from shardwise.job.schema import (
     PrecisionSection,
     TrainingSection,
 )
-from shardwise.job.tasks import TASKS, Task
+from shardwise.job.tasks import TASKS, ModelTask
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.attention_choice import AttentionNeeds, KernelChoice, choose_kernel
 from shardwise.model.balance import balance, block_costs
@@ -296,7 +296,7 @@ class Draft:
         return all(choice.kernel.dropout == "exact" for _, choice in self.attention_choices if choice)
 
     @property
-    def task(self) -> Task:
+    def task(self) -> ModelTask:
         """The record of the job's task."""
         return TASKS[self.model.task]
 
