@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.data.prepare import prepare
-from shardwise.errors import DataError, LegalityError
+from shardwise.errors import ConfigError, DataError, LegalityError
 from shardwise.job.schema import Job
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import toy_config
@@ -90,6 +90,14 @@ def test_a_broken_image_is_named(tmp_path: Path) -> None:
         for split in (data.train, data.validation):
             for number in range(len(split)):
                 split.sample(number)
+
+
+@pytest.mark.parametrize("path, says", [(None, "holds stdlib"), ("notes.txt", "holds text")])
+def test_other_data_is_refused(tmp_path: Path, path: str | None, says: str) -> None:
+    (tmp_path / "notes.txt").write_text("no images")
+    job = image_job(tmp_path, data={"path": path and str(tmp_path / path)})
+    with pytest.raises(ConfigError, match=says):
+        prepare(job)
 
 
 def test_whole_images_are_not_shared_by_context_ranks(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from shardwise.data.images import open_images
 from shardwise.data.speech import open_speech
 from shardwise.data.split import split_rule
 from shardwise.data.token_data import TokenData
+from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
-from shardwise.job.tasks import TASKS
+from shardwise.job.tasks import FILE_FORMATS, TASKS
+from shardwise.words import one_of
 
 # By what the samples of a task are: the rows of a job for a model of so many tokens, and what makes tensors of them.
 OPENERS: dict[str, Callable[[Job, int | None], tuple[list[FileRow], FileDataset]]] = {
@@ -32,9 +34,16 @@ def open_file_samples(job: Job, model_vocabulary: int | None) -> TokenData:
     """Return the samples of a job whose task reads files.
 
     Raises:
+        ConfigError: the data has another format than the task reads.
         DataError: a row is not what the task reads.
     """
-    rows, dataset = OPENERS[TASKS[job.model.task].samples](job, model_vocabulary)
+    samples, form = TASKS[job.model.task].samples, data_format(job.data)
+    if form not in FILE_FORMATS[samples]:
+        raise ConfigError(
+            f"data.path={job.data.path!r} holds {form}, and model.task={job.model.task!r} reads "
+            f"{one_of(FILE_FORMATS[samples])}; set data.path to such rows, or data.factory"
+        )
+    rows, dataset = OPENERS[samples](job, model_vocabulary)
     name = f"data.path={job.data.path!r}"
     splits = [Samples(dataset.make(some), 0, len(some), name, dataset.stacked) for some in split_file_rows(job, rows)]
     splits[0].sample(0)

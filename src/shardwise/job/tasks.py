@@ -9,6 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+FILE_FORMATS = {  # values of `data.format` of what a task reads, beside auto
+    "images": ("image_folder", "jsonl", "parquet", "dataset"),
+    "speech": ("jsonl", "parquet", "dataset"),
+    "chat": ("chat",),
+}
+
 
 @dataclass(frozen=True)
 class ModelTask:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from shardwise.job.tasks import FILE_FORMATS
 from shardwise.plan.draft import Draft
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
 
-FORMATS = {  # of the rows of what a task reads, beside auto
-    "images": ("image_folder", "jsonl", "parquet", "dataset"),
-    "speech": ("jsonl", "parquet", "dataset"),
-    "chat": ("chat",),
-}
 UNREAD: dict[str, tuple[str, ...]] = {  # keys of text -> what of these tasks reads them; of the others nothing does
     "vocabulary_size": (),
     "added_tokens": (),
@@ -23,7 +19,7 @@ UNREAD: dict[str, tuple[str, ...]] = {  # keys of text -> what of these tasks re
 
 
 def _has_other_format(d: Draft) -> bool:
-    return d.reads_files and d.data.format not in ("auto", *FORMATS[d.task.samples])
+    return d.reads_files and d.data.format not in ("auto", *FILE_FORMATS[d.task.samples])
 
 
 def _streams(d: Draft) -> bool:
@@ -49,7 +45,7 @@ RULES: tuple[Rule, ...] = (
          fix="set data.path, or data.factory to samples of your own"),
     Rule("files-format", ("model.task", "data.format"), "a task reads rows of its own", _has_other_format,
          fix="use auto",
-         use=lambda d: f"use auto, {one_of(FORMATS[d.task.samples])}"),
+         use=lambda d: f"use auto, {one_of(FILE_FORMATS[d.task.samples])}"),
     Rule("image-folder", ("data.format", "model.task"), "folders of images are read to classify them",
          lambda d: d.data.format == "image_folder" and d.task.samples != "images",
          fix="use model.task image_classification, or another format"),
