@@ -48,11 +48,10 @@ def chat_job(tmp_path: Path, family: str = "llava", **sections: Any) -> Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", PROCESSORS)
-def test_verify_agrees(world_pool: WorldPool, tmp_path: Path, family: str, layout: str) -> None:
+def test_verify_agrees(world_pool: WorldPool, tmp_path: Path, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     write_chats(tmp_path)
-    check_agrees(world_pool, ranks, chat_job(tmp_path, family, parallel=parallel))
+    check_agrees(world_pool, ranks, chat_job(tmp_path, parallel=parallel))
 
 
 @pytest.mark.slow
@@ -74,10 +73,10 @@ def test_axes_that_are_refused(tmp_path: Path, axis: str) -> None:
         resolve(job, World(2, "cpu", 2), study(job))
 
 
-def test_the_answer_is_trained_on_and_images_are_joined(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_the_answer_is_trained_on_and_images_are_joined(tmp_path: Path, family: str) -> None:
     write_chats(tmp_path)
-    job = chat_job(tmp_path)
-    data, tokenizer = prepare(job), PROCESSORS["llava"]().tokenizer
+    data, tokenizer = prepare(chat_job(tmp_path, family)), PROCESSORS[family]().tokenizer
     assert isinstance(data.train, Samples)
     batch = data.train.batch([0, 1, 2, 3], [0, 1, 2, 3], 0)
     assert batch.labels is not None
