@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from shardwise.data.chat_template import ChatTemplate, TokenizedRow, _overlapping, read_template
+from shardwise.data.chat_template import ChatTemplate, TokenizedRow, overlapping, read_template
 from shardwise.data.conversations import Conversation, TextPair
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.errors import DataError
@@ -99,5 +99,5 @@ def test_refused_roles_and_missing_templates(directory: Path, tmp_path: Path) ->
 
 def test_an_answer_is_found_in_tokens_that_cross_its_edge() -> None:
     offsets = [(0, 2), (2, 5), (5, 5), (5, 6), (6, 9)]
-    assert _overlapping(offsets, [(4, 6)]).tolist() == [False, True, True, True, False]
-    assert np.array_equal(_overlapping(offsets, []), np.zeros(5, dtype=bool))
+    assert overlapping(offsets, [(4, 6)]).tolist() == [False, True, True, True, False]
+    assert np.array_equal(overlapping(offsets, []), np.zeros(5, dtype=bool))

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from shardwise import plan
+from shardwise import data, plan
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
@@ -75,7 +75,8 @@ def test_the_order_is_the_recited_one() -> None:
 def test_rules_are_named_like_the_transform_whose_they_are() -> None:
     files = {path.stem for path in Path(rules.__file__).parent.glob("*.py")} - {"__init__", "rule"}
     sections = set(Job.model_fields)  # rules of a section of the job that no transform serves
-    parts = {path.stem for path in Path(plan.__file__).parent.glob("*.py")}  # or of a part of the plan
+    # Or of a part of the plan, or of what reads data.
+    parts = {path.stem for package in (plan, data) for path in Path(package.__file__).parent.glob("*.py")}
     assert files - sections - parts <= set(names())
     assert len(files & set(names())) >= 14
 

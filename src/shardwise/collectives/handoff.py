@@ -19,7 +19,7 @@ STATE = "the state between parts of a sequence"
 
 
 class Handoffs:
-    """What a rank of `group` has handed on and nobody may have taken yet."""
+    """Hands tensors on between the ranks of `group`, and keeps what nobody may have taken yet."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -144,7 +144,7 @@ def blank_sums(rows: Tensor, number: int) -> Tensor:
     return rows.new_zeros(number, rows.shape[1], dtype=_wide(rows))
 
 
-def widened(values: Tensor) -> Tensor:
+def in_wide_dtype(values: Tensor) -> Tensor:
     """Return `values` in the dtype in which rows are summed: fp32 or wider."""
     return values.to(_wide(values))
 
@@ -163,7 +163,7 @@ class _SelectedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (places,), gradient = ctx.saved_tensors, gradients[0]
-        return add_rows(blank_sums(gradient, ctx.number), widened(gradient), places).to(gradient.dtype), None
+        return add_rows(blank_sums(gradient, ctx.number), in_wide_dtype(gradient), places).to(gradient.dtype), None
 
 
 class _PermutedRows(torch.autograd.Function):
@@ -182,7 +182,7 @@ class _SummedRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, places: Tensor, number: int, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(places, *(() if weights is None else (rows, weights)))
         ctx.dtype = rows.dtype
-        weighted = widened(rows) if weights is None else widened(rows) * weights[:, None]
+        weighted = in_wide_dtype(rows) if weights is None else in_wide_dtype(rows) * weights[:, None]
         return add_rows(blank_sums(rows, number), weighted, places).to(rows.dtype)
 
     @staticmethod
@@ -192,5 +192,5 @@ class _SummedRows(torch.autograd.Function):
         if not weighting:
             return gradient, None, None, None
         rows, weights = weighting
-        of_weights = torch.linalg.vecdot(widened(rows), widened(gradient)).to(weights.dtype)
-        return (widened(gradient) * weights[:, None]).to(ctx.dtype), None, None, of_weights
+        of_weights = torch.linalg.vecdot(in_wide_dtype(rows), in_wide_dtype(gradient)).to(weights.dtype)
+        return (in_wide_dtype(gradient) * weights[:, None]).to(ctx.dtype), None, None, of_weights

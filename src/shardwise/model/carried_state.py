@@ -24,7 +24,7 @@ CACHE = "cache"  # transformers' name of the argument
 
 @dataclass(frozen=True)
 class CarriedState:
-    """What a mixer hands on from one part of its rows to the next.
+    """The state that a mixer hands on from one part of its rows to the next.
 
     Attributes:
         recurrent: shape of the state of its recurrence, of one row of a batch; None without one.

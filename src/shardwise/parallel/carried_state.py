@@ -24,7 +24,7 @@ from shardwise.model.facts import GatheredModule
 
 
 class Left(NamedTuple):
-    """What a chunk leaves for the next.
+    """The state that a chunk leaves for the next.
 
     Attributes:
         recurrent: state [B, ...] of the recurrence.
@@ -36,7 +36,7 @@ class Left(NamedTuple):
 
 
 class ChunkCache:
-    """What a mixer takes for a cache while it runs on one chunk.
+    """A cache, as far as a mixer asks one, while it runs on one chunk.
 
     Args:
         form: of what it hands on.

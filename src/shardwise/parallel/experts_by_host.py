@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.collectives.experts import Arriving, RowExchange, exchange_counts
 from shardwise.collectives.names import CollectiveName, group_name
-from shardwise.kernels.experts import add_rows, blank_sums, select_rows, widened
+from shardwise.kernels.experts import add_rows, blank_sums, in_wide_dtype, select_rows
 
 PARTS = 8  # of a rank's tokens, at most
 AHEAD = 3  # parts under way: more take memory, fewer leave the network idle while rows are copied
@@ -114,11 +114,11 @@ class HostRoutes:
         total = blank_sums(rows, self.tokens)
 
         def add(part: int, arriving: Arriving) -> None:
-            add_rows(total, widened(arriving.wait()), self.token_of[part])
+            add_rows(total, in_wide_dtype(arriving.wait()), self.token_of[part])
 
         for part, places in enumerate(inside.places):
             returned = inside.exchange(part).reversed.exchange(rows.index_select(0, places))
-            weighted = widened(returned) if weighting is None else weighting.of_rows(inside.slots[part], returned)
+            weighted = in_wide_dtype(returned) if weighting is None else weighting.of_rows(inside.slots[part], returned)
             if part >= self.rounds:
                 continue  # the host's other ranks have more parts
             back = self.part(part).reversed
@@ -126,8 +126,8 @@ class HostRoutes:
             going.append((part, back.start(sums.to(rows.dtype))))
             if len(going) > AHEAD:
                 add(*going.popleft())
-        for each in going:
-            add(*each)
+        for arriving in going:
+            add(*arriving)
         return total.to(rows.dtype)
 
 
@@ -171,9 +171,9 @@ class InsideRoutes:
             for first in (0, PARTS * ranks)
         )
         self.counts, self.rows = came.sum((0, 1, 2)), sum(map(sum, self.received))
-        self.slots = slots[order].split([sum(each) for each in self.sent])
-        self.lines = _lines(cell, received)[row[order]].split([sum(each) for each in self.sent])
-        self.places = _places(came, self.rows).split([sum(each) for each in self.received])
+        self.slots = slots[order].split([sum(counts) for counts in self.sent])
+        self.lines = _lines(cell, received)[row[order]].split([sum(counts) for counts in self.sent])
+        self.places = _places(came, self.rows).split([sum(counts) for counts in self.received])
 
     def exchange(self, part: int) -> RowExchange:
         """Return the exchange of the rows of a part."""
@@ -219,12 +219,12 @@ class Weighting:
         """Return the rows of a part times their weights, in fp32 or wider."""
         if self.keep:
             self.returned.append(returned)
-        return widened(returned) * self.weights[slots][:, None]
+        return in_wide_dtype(returned) * self.weights[slots][:, None]
 
     def of_gradient(self, part: int, slots: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of a part's rows, of that of their sums; and note that of their weights."""
-        wide = widened(gradient)
-        self.gradient[slots] = torch.linalg.vecdot(widened(self.returned[part]), wide).to(self.gradient.dtype)
+        wide = in_wide_dtype(gradient)
+        self.gradient[slots] = torch.linalg.vecdot(in_wide_dtype(self.returned[part]), wide).to(self.gradient.dtype)
         return (wide * self.weights[slots][:, None]).to(gradient.dtype)
 
 

@@ -32,13 +32,13 @@ from shardwise.testing.trace.rank import (
     alone,
     batch_of,
     device_of,
-    model_of,
-    modules_of,
     one_document,
     recorder_of,
     step_of,
     threads_seen,
     traceable,
+    traced_model,
+    traced_modules,
 )
 from shardwise.testing.trace.recorder import RankRecorder
 from shardwise.testing.trace.storages import Storages
@@ -52,7 +52,7 @@ STEPS = 3
 
 @dataclass
 class RankLife:
-    """What a rank did.
+    """The life of a rank.
 
     Attributes:
         faults: of the use of the accelerator, each with its line, by what the rank did.
@@ -82,8 +82,8 @@ def live(plan: Plan, facts: ModelFacts, rank: int) -> RankLife:
     """
     plan, storages = traceable(plan), Storages(SIMULATED)
     with device_of(plan.world) as (device, fake), alone(rank, plan.world.size, device):
-        model = model_of(plan, Layout.from_plan(plan, rank), facts, device, fake)
-        recorder = recorder_of(model, modules_of(model), storages)
+        model = traced_model(plan, Layout.from_plan(plan, rank), facts, device, fake)
+        recorder = recorder_of(model, traced_modules(model), storages)
         with _no_bytes(), fake, threads_seen(recorder), recorder.recording(), one_document(plan, recorder):
             recorder.begin()
             told = _Told(recorder, storages)
@@ -96,7 +96,7 @@ def _live(model: ParallelModel, told: _Told) -> None:
     with told.chapter("drawing"), recorder.answering(0):  # nothing is left unset
         initialize(model, plan.job.training.seed)
     optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
-    kept = [*modules_of(model), optimizer.inner, *_sums(model, objective)]
+    kept = [*traced_modules(model), optimizer.inner, *_sums(model, objective)]
     for step in range(STEPS):
         with told.chapter(f"step {step}"), recorder.discipline.step(*kept):
             step_of(model, objective, optimizer, recorder)

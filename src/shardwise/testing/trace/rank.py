@@ -186,8 +186,8 @@ def _plain_norm() -> Iterator[None]:
 def _trace(
     plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages, device: torch.device, fake: FakeTensorMode
 ) -> RankRecorder:
-    model = model_of(plan, layout, facts, device, fake)
-    modules = modules_of(model)
+    model = traced_model(plan, layout, facts, device, fake)
+    modules = traced_modules(model)
     recorder = recorder_of(model, modules, storages)
     with fake, threads_seen(recorder):
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
@@ -202,7 +202,7 @@ def _trace(
     return recorder
 
 
-def model_of(
+def traced_model(
     plan: Plan, layout: Layout, facts: ModelFacts, device: torch.device, fake: FakeTensorMode
 ) -> ParallelModel:
     """Return the rank's model, of fake parameters."""
@@ -213,7 +213,7 @@ def model_of(
     return model
 
 
-def modules_of(model: ParallelModel) -> list[nn.Module]:
+def traced_modules(model: ParallelModel) -> list[nn.Module]:
     """Return the modules of its parts, and of those of the model that it is compared with."""
     return [part.module for built in (model, model.reference) if built is not None for part in built.parts]
 

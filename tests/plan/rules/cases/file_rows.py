@@ -1,4 +1,4 @@
-"""Cases of the rules in `plan/rules/files.py`."""
+"""Cases of the rules in `plan/rules/file_rows.py`."""
 
 from __future__ import annotations
 
