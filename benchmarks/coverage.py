@@ -71,6 +71,7 @@ NO_TOY, AGREES, REFUSED = "no toy", "agrees", "refused"
 WRONG, RAW, HANG, LATE = "wrong", "raw error", "hang", "refused late"
 FAULTS = (WRONG, RAW, HANG, LATE)
 LENGTH, SECONDS = 16, 180.0  # of a sequence, and of a cell
+FORMS = 3  # in which a model is studied, for all its cells: whole, for stages, and with attention for split sequences
 CLASSES, FIRST_TOKEN = 3, 10  # of a head, and the first that no toy config has as a special one
 # Vocabularies of a tokenizer that is trained: bytes, special tokens and the marks of spans.
 TRAINED = {"masked_lm": {"vocabulary_size": 262}, "seq2seq_lm": {"vocabulary_size": 360, "mean_span_length": 2.0}}
@@ -285,7 +286,7 @@ def cells_of(
         yield cell(CONTROL, *refusal_of(model_type))
         return
     try:
-        toys = pool.run(1, judge_toys, directory, task, model_type, layouts, timeout=SECONDS)[0]
+        toys = pool.run(1, judge_toys, directory, task, model_type, layouts, timeout=FORMS * SECONDS)[0]
     except WorldError as error:
         yield cell(CONTROL, *fault_of(error))
         return

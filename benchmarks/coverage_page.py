@@ -40,9 +40,10 @@ def page(cells: Sequence[CoverageCell]) -> str:
 def _lines(cells: Sequence[CoverageCell]) -> Iterator[str]:
     found = {cell.key: cell for cell in cells}
     without = {cell.key[:2] for cell in cells if cell.outcome == NO_TOY}
-    cases = [case for case in all_types(TASKS) if case not in without]
+    tasks = [task for task in TASKS if any(cell.task == task for cell in cells)]
+    cases = [case for case in all_types(tasks) if case not in without]
     yield "# Model types: what agrees and what is refused\n"
-    yield from _conditions(cells)
+    yield from _conditions(cells, [task for task in TASKS if task not in tasks])
     yield f"## All {len(cases)}\n"
     yield from _counts(cases, found)
     popular = [case for case in popular_types() if case in set(cases)]
@@ -51,13 +52,13 @@ def _lines(cells: Sequence[CoverageCell]) -> Iterator[str]:
     yield "## Why not\n"
     yield from _reasons(cells)
     yield "## Types\n"
-    for task in TASKS:
+    for task in tasks:
         yield from _types(task, [case for case in cases if case[0] == task], found)
     yield from _other_types(cells)
     yield from _without_toy(cells)
 
 
-def _conditions(cells: Sequence[CoverageCell]) -> Iterator[str]:
+def _conditions(cells: Sequence[CoverageCell], left_out: Sequence[str]) -> Iterator[str]:
     commits = Counter(cell.commit for cell in cells)
     ran = ", ".join(f"{commit} ({count} cells)" for commit, count in commits.items())
     yield "A toy of each type of transformers' mappings that runs at toy size, on each layout of two or four CPU"
@@ -65,6 +66,8 @@ def _conditions(cells: Sequence[CoverageCell]) -> Iterator[str]:
     yield "an eager softmax is one of fp32. Yes: one step agrees with one process ([how](../how-to/verify.md)). No:"
     yield "refused by name before anything starts, by `doctor`, `--print-plan` and `train` alike. Empty: not run yet.\n"
     yield f"transformers {transformers.__version__}, torch {torch.__version__}; commits {ran}.\n"
+    if left_out:
+        yield f"Tasks that no run has tried yet: {', '.join(f'`{task}`' for task in left_out)}.\n"
 
 
 def _counts(cases: Cases, found: dict[tuple[str, str, str], CoverageCell]) -> Iterator[str]:
