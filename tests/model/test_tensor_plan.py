@@ -215,11 +215,11 @@ def test_plans_that_cannot_be_right_are_refused(monkeypatch: pytest.MonkeyPatch)
     llama = model("llama", intermediate_size=12)
     _give_record(monkeypatch, Family(("llama",), tensor_splits=rules))
     assert "v_proj' of llama is gathered between layers whose parts stay apart" in _refusal(llama)
-    assert plans.heads_kept_whole({"0.attention.q": COLUMN}, ("0.attention", "1.attention")) is None
-    assert plans.heads_kept_whole({"0.mlp.up": COLUMN}, ("0.attention",)) is True
-    assert plans.heads_kept_whole({"0.attention.q": COLUMN}, ("0.attention", "")) is False
-    assert plans.heads_kept_whole({"0.attention.q": COLUMN}, ()) is False
-    assert plans.heads_kept_whole({"0.experts": TensorSplit("experts")}, ()) is True
+    assert plans.attention_split({"0.attention.q": COLUMN}, ("0.attention", "1.attention")) == "in some layers"
+    assert plans.attention_split({"0.mlp.up": COLUMN}, ("0.attention",)) == "nowhere"
+    assert plans.attention_split({"0.attention.q": COLUMN}, ("0.attention", "")) == "everywhere"
+    assert plans.attention_split({"0.attention.q": COLUMN}, ()) == "everywhere"
+    assert plans.attention_split({"0.experts": TensorSplit("experts")}, ()) == "nowhere"
 
 
 def test_ranks_that_would_draw_other_numbers_are_refused() -> None:

@@ -89,9 +89,5 @@ def carried_state(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def _takes_cache(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    with suppress(TypeError, ValueError):
-        bound = inspect.signature(forward).bind(*args, **kwargs)
-        known = inspect.signature(forward).parameters
-        in_place = list(known).index(CACHE) < len(args) if CACHE in known else True
-        return CACHE in known and not in_place and bound.arguments.get(CACHE) is None
-    return False
+    names = [*inspect.signature(forward).parameters]
+    return CACHE in names[len(args) :] and kwargs.get(CACHE) is None

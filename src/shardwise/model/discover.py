@@ -66,9 +66,9 @@ from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.split_forward import find_split_forward
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import (
+    attention_split,
     completed,
     gathered_splits,
-    heads_kept_whole,
     sequence_capability,
     tensor_plan,
     vocabulary_parameters,
@@ -199,11 +199,11 @@ def _tensor_plan(
         capability = refused(f"the layers of {config.model_type} differ in size")
     if not isinstance(model, PreTrainedModel):
         return splits, capability, ""
-    heads_whole = heads_kept_whole(splits, forward.attention)
-    if capability.ok and heads_whole is None:
+    heads = attention_split(splits, forward.attention)
+    if capability.ok and heads == "in some layers":
         capability = refused(f"the plan for {config.model_type} splits heads in some of its layers alone")
     if capability.ok:
-        why = f"the plan for {config.model_type} leaves its attention whole" if heads_whole else ""
+        why = f"the plan for {config.model_type} leaves its attention whole" if heads == "nowhere" else ""
         return completed(model, splits, forward.called_linears), capability, why
     gathered = gathered_splits(model, forward.called_linears)
     has_linears = any(split.kind == "gathered" for split in gathered.values())

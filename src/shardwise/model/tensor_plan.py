@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -42,7 +42,7 @@ PUBLISHED = {
     "colwise_gather_output": TensorSplit("gathered"),
     "rowwise_split_input": TensorSplit("gathered"),  # its input is whole, so that outputs can be cut as well
     "replicated_with_grad_allreduce": TensorSplit("partial"),
-    "mla_kv_a_proj": TensorSplit("partial"),
+    "mla_kv_a_proj": TensorSplit("partial"),  # and what stands beside it, by `latent_attention`
     "moe_tp_experts": TensorSplit("experts"),
 }
 WHOLE = "replicate"  # transformers' style of what is not split
@@ -87,16 +87,18 @@ def completed(model: nn.Module, splits: dict[str, TensorSplit], called: Sequence
     return left | splits
 
 
-def heads_kept_whole(splits: Mapping[str, TensorSplit], attention: Sequence[str]) -> bool | None:
-    """Tell whether no module of `attention`, by name, has its heads split; None where some have.
+def attention_split(
+    splits: Mapping[str, TensorSplit], attention: Sequence[str]
+) -> Literal["nowhere", "in some layers", "everywhere"]:
+    """Tell where heads are split, of the modules of `attention`, by name.
 
     Where it is not known which modules are attention, heads are split as soon as anything is.
     """
     regions = {region_of(name, split) for name, split in splits.items() if split.kind == "column"}
-    modules = {name for name in attention if name}
-    if not modules or regions.isdisjoint(modules):
-        return not regions or bool(modules)
-    return False if modules <= regions else None
+    modules = {name for name in attention if name} or regions
+    if regions.isdisjoint(modules):
+        return "nowhere"
+    return "everywhere" if modules <= regions else "in some layers"
 
 
 def gathered_splits(model: nn.Module, called: Sequence[str]) -> dict[str, TensorSplit]:

@@ -1,8 +1,8 @@
 """Mixers of a sequence in parts: a rank runs one on its own rows, with the state behind those before.
 
 A rank has two chunks of every sequence (collectives/context.py), so that it runs a mixer twice. A state goes from chunk
-to chunk, and so up the ranks and down again; its gradient comes back the other way. Projections are shared out, and
-only the recurrences wait for one another; no rank has whole sequences.
+to chunk, and so up the ranks and down again; its gradient comes back the other way. A mixer asks for its state before
+anything else, so that a chunk begins when the one before is through its recurrence; no rank has whole sequences.
 
 transformers' cache of linear attention brings the state to a mixer and takes it away (model/carried_state.py).
 """
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from shardwise._torch_compat.tracing import tree_flatten, tree_unflatten
 from shardwise.collectives.handoff import Handoffs, tied
+from shardwise.errors import ModelError
 from shardwise.model.carried_state import CACHE, CarriedState
 from shardwise.model.facts import GatheredModule
 
@@ -57,10 +58,10 @@ class ChunkCache:
         self._ahead: Tensor | None = None
         self.left: Left | None = None
         self.way_back: Tensor | None = None
-        if source is not None:
-            self._before = before if source == self._own else self._split(self._taken(hidden, source))
-        else:
-            self._before = None
+        self._before = before
+        if source is not None and source != self._own:
+            self._before = self._split(self._taken(hidden, source))
+        self._is_read = self._before is None or form.recurrent is None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Say that no single token follows."""
@@ -71,6 +72,7 @@ class ChunkCache:
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the state [B, ...] of the recurrence behind the chunk before; None for the first."""
+        self._is_read = True
         return None if self._before is None else self._before.recurrent
 
     def update_conv_state(
@@ -92,6 +94,18 @@ class ChunkCache:
         self._recurrent = recurrent_states
         self._hand_on()
         return recurrent_states
+
+    def check_used(self, name: str) -> None:
+        """Refuse a mixer that has computed beside its cache, as a kernel may that takes whole sequences alone.
+
+        Raises:
+            ModelError: it has not read the state, or has left none.
+        """
+        if not self._is_read or (self._target is not None and self.left is None and self.way_back is None):
+            raise ModelError(
+                f"{name} goes on from a state where its model was studied, and not on this device; use "
+                "context_parallel_degree 1"
+            )
 
     def _hand_on(self) -> None:
         """Hand on what the next chunk begins with, as soon as all of it is known."""
@@ -139,6 +153,7 @@ def run_in_chunks(
         cache = ChunkCache(module.carries, chunk, handoffs, own[module.arguments[0]], left)
         own_args, own_kwargs = tree_unflatten(own, tree)
         results, form = tree_flatten(forward(*own_args, **{**own_kwargs, CACHE: cache}))
+        cache.check_used(module.name)
         if cache.way_back is not None:
             results[module.results[0]] = tied(results[module.results[0]], cache.way_back)
         made.append(results)

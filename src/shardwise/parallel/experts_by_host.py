@@ -31,7 +31,9 @@ PART_BYTES = 256 << 10  # of tokens in a part, at least: below, one more exchang
 class HostRoutes:
     """The ways of this rank's tokens to all hosts and back, and of other hosts' tokens through this rank.
 
-    Rows that cross lie by host, of a host by part. Attributes:
+    Rows that cross lie by host, of a host by part.
+
+    Attributes:
         token: [n], the token of each row that this rank sends.
         token_of: the same by part.
         is_there: [n, k], which of the token's experts are on the host that the row goes to.
@@ -152,9 +154,8 @@ class InsideRoutes:
         self.local, self.name = local, CollectiveName(routes.name.unit, group_name(local), routes.name.operation)
         device, of_host, ranks = numbers.device, routes.of_host, local.size()
         received = torch.tensor(routes.received, device=device)
-        cell = torch.arange(received.numel(), device=device).repeat_interleave(
-            received.flatten()
-        )  # host * PARTS + part
+        # host * PARTS + part, of each row that has come
+        cell = torch.arange(received.numel(), device=device).repeat_interleave(received.flatten())
         flat = numbers.flatten().to(torch.int64)
         slots = (flat < of_host).nonzero().squeeze(1)
         row = slots // numbers.shape[1]
