@@ -13,7 +13,7 @@ import argparse
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 240)
     rows = []
-    for row in _traced(options.seed, options.numbers or range(options.jobs), options.processes):
+    numbers = options.numbers or range(options.jobs)
+    for row in in_processes(partial(row_of, options.seed), numbers, options.processes):
         rows.append(row)
         console.print(line(row))
     console.print(render(rows, options.seed))
@@ -69,10 +70,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _traced(seed: int, numbers: Sequence[int], processes: int) -> Iterator[dict[str, Any]]:
+def in_processes(
+    row_of: Callable[[Any], dict[str, Any]], jobs: Sequence[Any], processes: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each job, each traced by a process of its own: torch does not forget a simulated device."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
-        yield from pool.map(partial(row_of, seed), numbers)
+        yield from pool.map(row_of, jobs)
 
 
 def row_of(seed: int, number: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Step time by the replayed trace and by the closed form, at the published rows that the planner's constants rest on.
 
-    python -m benchmarks.trace_time tests/data/perf-tables/*.csv --rows 12 --seed 1 --json result.json
+    python -m benchmarks.trace_time tests/data/perf-tables/{fms_fsdp,[!f]*}.csv --rows 12 --seed 1 --json result.json
 
 Of the rows whose `fit_role` is `calibrate`, one of each model and table, `--rows` are drawn: their model, layout and
 batch as a job of shardwise, in bf16 and uncompiled, on the row's accelerators. Both numbers are of that job under
@@ -11,13 +11,11 @@ each further one takes what those between have taken. Rows with experts or laten
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.record import header, write_json
 from benchmarks.trace_jobs import DrawnJob
-from benchmarks.trace_memory import PACKAGES, trace_stages
+from benchmarks.trace_memory import PACKAGES, in_processes, trace_stages
 from shardwise.launch.process_group import available_cores
 from shardwise.planner.constants.presets import preset_config
 from shardwise.planner.formulas.configure import configuration_of
@@ -52,8 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 240)
     jobs = drawn_rows(options.tables, options.seed, options.rows)
+    if not jobs:
+        print(f"no row of these tables can be traced: calibrate, dense, of {FEW_STAGES} stages at most")
+        return 2
     rows = []
-    for row in _traced(jobs, options.processes):
+    for row in in_processes(row_of, jobs, options.processes):
         rows.append(row)
         console.print(f"{row['job']}: {row['closed_form']:.3g} s, traced {row['traced']:.3g} s, {row['error']:+.1%}")
     console.print(render(rows, options))
@@ -137,12 +138,6 @@ def _parallel(ran: TrainingConfiguration) -> dict[str, Any]:
     if ran.zero in (1, 2) and ran.shard > 1:
         return parallel | {"shard_optimizer_state": True}
     return parallel | {"sharded_data_parallel_degree": ran.shard if ran.zero == 3 else 1}
-
-
-def _traced(jobs: Sequence[RowJob], processes: int) -> Iterator[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
-        yield from pool.map(row_of, jobs)
 
 
 def row_of(job: RowJob) -> dict[str, Any]:
