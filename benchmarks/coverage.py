@@ -310,9 +310,16 @@ def refusal_of(model_type: str) -> tuple[str, str]:
 
 def read_record(path: Path) -> list[CoverageCell]:
     """Return the cells of a record that are of the installed transformers."""
+    return read_versions(path).get(transformers.__version__, [])
+
+
+def read_versions(path: Path) -> dict[str, list[CoverageCell]]:
+    """Return the cells of a record by version of transformers, each in the order in which it ran first."""
     lines = path.read_text().splitlines() if path.exists() else []
-    cells = [CoverageCell(**json.loads(line)) for line in lines]
-    return list({cell.key: cell for cell in cells if cell.transformers == transformers.__version__}.values())
+    versions: dict[str, dict[tuple[str, str, str], CoverageCell]] = {}
+    for cell in (CoverageCell(**json.loads(line)) for line in lines):
+        versions.setdefault(cell.transformers, {})[cell.key] = cell
+    return {version: list(cells.values()) for version, cells in versions.items()}
 
 
 def table(cells: Sequence[CoverageCell]) -> str:
@@ -414,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         from benchmarks.coverage_page import page
 
-        options.page.write_text(page(read_record(options.record)), encoding="utf-8")
+        options.page.write_text(page(read_versions(options.record)), encoding="utf-8")
     return int(any(cell.outcome in FAULTS for cell in cells))
 
 

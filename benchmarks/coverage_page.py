@@ -1,13 +1,14 @@
 """The reference page of the sweep over transformers' types: `benchmarks.coverage --record FILE --page PAGE` writes it.
 
-It says what ran and nothing else: a cell that the record lacks is shown as not run.
+It says what ran and nothing else: a cell that the record lacks is shown as not run. Of other versions of transformers
+than the installed one it has the counts.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import transformers
@@ -32,9 +33,12 @@ MOST_TYPES = 12  # that are named beside a reason
 Cases = Sequence[tuple[str, str]]
 
 
-def page(cells: Sequence[CoverageCell]) -> str:
-    """Return the page of a record's cells."""
-    return "\n".join([GENERATED, "", *_lines(cells)]).rstrip() + "\n"
+def page(versions: Mapping[str, Sequence[CoverageCell]]) -> str:
+    """Return the page of a record's cells, which are given by version of transformers."""
+    own = versions.get(transformers.__version__, ())
+    others = {version: cells for version, cells in versions.items() if version != transformers.__version__}
+    lines = [line for version, cells in sorted(others.items()) for line in _other_version(version, cells)]
+    return "\n".join([GENERATED, "", *_lines(own), *lines]).rstrip() + "\n"
 
 
 def _lines(cells: Sequence[CoverageCell]) -> Iterator[str]:
@@ -58,14 +62,34 @@ def _lines(cells: Sequence[CoverageCell]) -> Iterator[str]:
     yield from _without_toy(cells)
 
 
+def _other_version(version: str, cells: Sequence[CoverageCell]) -> Iterator[str]:
+    """Yield the counts of another version of transformers, and what is at fault there."""
+    without = {cell.key[:2] for cell in cells if cell.outcome == NO_TOY}
+    cases = list(dict.fromkeys(cell.key[:2] for cell in cells if cell.task in TASKS and cell.key[:2] not in without))
+    found = {cell.key: cell for cell in cells}
+    popular = [case for case in popular_types() if case in set(cases)]
+    yield f"## transformers {version}: {len(cases)} types\n"
+    yield f"Commits {_commits(cells)}.\n"
+    yield from _counts(cases, found)
+    yield f"Of these, the {len(popular)} popular ones:\n"
+    yield from _counts(popular, found)
+    faults = [cell for cell in cells if cell.outcome in FAULTS]
+    if faults:
+        rows = ((cell.task, f"`{cell.model_type}`", cell.layout, cell.outcome) for cell in faults)
+        yield from _table(("task", "type", "layout", "at fault"), rows)
+
+
+def _commits(cells: Sequence[CoverageCell]) -> str:
+    counts = Counter(cell.commit for cell in cells)
+    return ", ".join(f"{commit} ({count} cells)" for commit, count in counts.items())
+
+
 def _conditions(cells: Sequence[CoverageCell], left_out: Sequence[str]) -> Iterator[str]:
-    commits = Counter(cell.commit for cell in cells)
-    ran = ", ".join(f"{commit} ({count} cells)" for commit, count in commits.items())
     yield "A toy of each type of transformers' mappings that runs at toy size, on each layout of two or four CPU"
     yield "ranks in fp64 (fp32 where the model computes in no other). Attention is `eager`; under context `auto`, since"
     yield "an eager softmax is one of fp32. Yes: one step agrees with one process ([how](../how-to/verify.md)). No:"
     yield "refused by name before anything starts, by `doctor`, `--print-plan` and `train` alike. Empty: not run yet.\n"
-    yield f"transformers {transformers.__version__}, torch {torch.__version__}; commits {ran}.\n"
+    yield f"transformers {transformers.__version__}, torch {torch.__version__}; commits {_commits(cells)}.\n"
     if left_out:
         yield f"Tasks that no run has tried yet: {', '.join(f'`{task}`' for task in left_out)}.\n"
 

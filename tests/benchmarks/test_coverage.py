@@ -84,7 +84,14 @@ def test_toys_that_see_or_hear(world_pool: WorldPool, tmp_path: Path, task: str,
 
 
 def test_a_page_says_what_ran_and_nothing_else() -> None:
-    lines = page([a_cell("sharded 2", AGREES), a_cell("expert 2", REFUSED, "expert_parallel_degree=2: no experts")])
+    cells = [a_cell("sharded 2", AGREES), a_cell("expert 2", REFUSED, "expert_parallel_degree=2: no experts")]
+    older = [a_cell("tensor 2", outcome, version="1.0") for outcome in (RAW, AGREES)]
+    lines, _, other = page({transformers.__version__: cells, "1.0": older[:1]}).partition(
+        "## transformers 1.0: 1 types"
+    )
+    assert other.count("| tensor 2 | 0 | 0 | 0 | 1 | 0 | 0 | 0 |") == 2
+    assert "| causal_lm | `llama` | tensor 2 | raw error |" in other
+    assert "raw error |\n| causal_lm" not in page({"1.0": older[1:]})
     of_task = lines.partition("### causal_lm")[2].partition("### ")[0]
     (row,) = [line for line in of_task.splitlines() if line.startswith("| `llama` |")]
     assert row == "| `llama` |  | yes |  |  |  | no |  |"
@@ -109,7 +116,7 @@ def test_no_popular_type_is_at_fault() -> None:
 @NO_PAGE
 def test_the_readme_says_what_the_page_counts() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    popular = text.partition("popular ones")[2]
+    popular = text.partition("popular ones")[2].partition("\n## ")[0]
     counts = dict(re.findall(r"^\| (\w+ 2|one process) \| (\d+) \|", popular, re.M))
     said = re.search(
         r"Of (\d+) popular types of transformers (\d+) run sharded, (\d+) on stages, (\d+) on tensor, (\d+) on context "

@@ -228,8 +228,6 @@ HABITS: tuple[Habit, ...] = (
         "TiedBlocks",
         "a parameter that two blocks share",
         costs=STAYS_GATHERED,
-        refused={STAGES: "blocks.0.up.weight is used with blocks.0 and with blocks.2"},
-        remedy="use no pipeline",
     ),
     Habit(
         "BoundedRows",

@@ -24,6 +24,17 @@ def batch() -> Iterator[Tensor]:
             yield given
 
 
+@pytest.fixture
+def assuming() -> Iterator[Tensor]:
+    """The same, where conditions on it hold everywhere and the first of its rows is told."""
+    with FakeTensorMode():
+        given, told = torch.zeros(INPUTS, 3), torch.zeros(2, dtype=torch.long)
+        with KnownValues(assumes=True) as known:
+            known.assume(told, lambda: torch.tensor([7, 8]))
+            given.told = told  # type: ignore[attr-defined]
+            yield given
+
+
 def doubled(values: Tensor, times: int) -> Tensor:
     for _ in range(times):
         values = values + values
@@ -70,6 +81,36 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
 def test_what_follows_from_the_code_alone_is_answered(batch: Tensor, name: str) -> None:
     ask, answer = KNOWN[name]
     assert ask(batch) == answer
+
+
+EVERYWHERE: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "places": (lambda x: (x > 0).nonzero()[-1].tolist(), [INPUTS - 1, 2]),
+    "places by dim": (lambda x: [place.shape for place in torch.where(x[0] > 0)], [(3,)]),
+    "masked": (lambda x: x.masked_select(x > 0).shape, (3 * INPUTS,)),
+    "masked by another shape": (lambda x: x.masked_select(x[:, :1] > 0).shape, (3 * INPUTS,)),
+    "a mask as an index": (lambda x: x[x[:, 0] > 0].shape, (INPUTS, 3)),
+    "a mask behind all rows": (lambda x: x[:, x[0] > 0].shape, (INPUTS, 3)),
+    "a loop over places": (lambda x: [int(place) for place in (x[0] > 0).nonzero()], [0, 1, 2]),
+    "what was told": (lambda x: (x.told + 1).tolist(), [8, 9]),
+    "a choice by what was told": (lambda x: bool((x.told == 8).any()), True),
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_unknown_conditions_hold_everywhere_where_that_is_assumed(assuming: Tensor, name: str) -> None:
+    ask, answer = EVERYWHERE[name]
+    assert ask(assuming) == answer
+
+
+def test_other_values_stay_unknown_then(assuming: Tensor) -> None:
+    for ask in (
+        lambda: assuming.sum().item(),
+        lambda: assuming.unique_consecutive().shape,
+        lambda: bool(assuming.any()),
+    ):
+        with pytest.raises(Exception) as error:
+            ask()
+        assert asks_for_values(error.value)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

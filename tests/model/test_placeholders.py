@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from shardwise.model.facts import PlaceholderShape
-from shardwise.model.placeholders import placeholder
+from shardwise.model.placeholders import drop_parameters, placeholder
 from shardwise.model.stage_cut import placeholder_shape
 
+CPU = torch.device("cpu")
 ROWS, LENGTH, WIDTH = 2, 2, 8  # as many rows as positions, so that one may be taken for the other
 
 
@@ -41,3 +42,16 @@ def test_all_of_a_shape_goes_before_a_part(
 
 def test_nothing_follows_from_other_sizes() -> None:
     assert placeholder_shape({0: torch.ones(3, 5)}, torch.ones(4, WIDTH)) is None
+
+
+def test_an_absent_weight_says_its_dtype_and_no_more() -> None:
+    head = torch.nn.Linear(2, 3, bias=False)
+    assert not drop_parameters(head, placeholder(None, torch.float64, CPU), (), torch.bfloat16, CPU)
+    assert not list(head.parameters()) and not head.state_dict()
+    weight: Any = head.weight
+    assert (weight.dtype, weight.device) == (torch.bfloat16, CPU)
+    assert torch.ones(2).to(weight.dtype).dtype == torch.bfloat16
+    with pytest.raises(AttributeError, match="AbsentWeight"):
+        _ = weight.shape
+    with pytest.raises(TypeError, match="AbsentWeight"):
+        _ = torch.ones(2) * weight

@@ -93,7 +93,7 @@ def test_masks_that_a_model_makes_itself_refuse_split_inputs() -> None:
 def test_windows_that_are_filled_up_make_hidden_states_longer() -> None:
     """Longformer's forward asks its mask, which it has made itself, whether it has global tokens."""
     stages = facts_of("longformer", "masked_lm").stages
-    assert stages.pads and stages.has_flat_boundaries and not facts_of("big_bird", "masked_lm").stages.pads
+    assert stages.reshapes and stages.has_flat_boundaries and not facts_of("big_bird", "masked_lm").stages.reshapes
 
 
 def facts_of(model_type: str, task: str, **config: Any) -> ModelFacts:

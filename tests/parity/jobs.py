@@ -388,7 +388,7 @@ class Branching(SkipNet):
 
 
 class Everywhere(SkipNet):
-    """One weight is used between all blocks."""
+    """One weight is used between all blocks, and of two dropouts one drops nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +396,8 @@ class Everywhere(SkipNet):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in (*self.down, *self.up):
-            x = self.beside(block(x))
+            x = nn.functional.dropout(self.beside(block(x)), 0.0, self.training)
+            x = nn.functional.dropout(x, 0.1, self.training)
         return self.last(self.middle(self.first(x)))
 
 

@@ -29,6 +29,7 @@ from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
 from shardwise.model.build import has_dropout
 from shardwise.model.experts import (
+    BATCHED,
     NUMBER,
     computes_grouped,
     expert_capability,
@@ -228,7 +229,7 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
         "router_biases": correction_biases(model),
         "balancing_coefficient": float(getattr(config, "router_aux_loss_coef", None) or 0.0),
         "adds_balancing_loss": bool(getattr(model, ADDS_LOSS, False)),
-        "experts_copied": getattr(config, "_experts_implementation", None) == "batched_mm",
+        "experts_copied": getattr(config, "_experts_implementation", None) == BATCHED,
         "experts_grouped": computes_grouped(model),
     }
 
@@ -433,7 +434,7 @@ def _stages(
     if forward.order is None:
         return StageFacts(), unless(forward.failure)
     stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
-    stages = replace(stages, pads=forward.pads and isinstance(model, PreTrainedModel))
+    stages = replace(stages, reshapes=isinstance(model, PreTrainedModel) and _reshapes(model, forward))
     obstacle = next(_stage_obstacles(model, lists, forward, parents, capability.ok), "")
     if obstacle:
         return StageFacts(order=tuple(forward.order.calls)), refused(obstacle)
@@ -449,6 +450,12 @@ def _stages(
         return replace(stages, hidden=()), capability  # it was shown tokens of some length, and takes any
     blocks = [name for names in lists for name in names]
     return replace(stages, order=tuple(forward.order.calls)), rehearse_stage(model, blocks, stages, example)
+
+
+def _reshapes(model: nn.Module, forward: ForwardProbe) -> bool:
+    """Tell whether blocks hand on other hidden states than [B, S, H], of tokens or of patches."""
+    shape, hidden = forward.handed_shape, _number(_text_config(model), HIDDEN)
+    return len(shape) != 3 or shape[1] != (forward.tokens or shape[1]) or shape[2] != (hidden or shape[2])
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -473,10 +480,6 @@ def _stage_obstacles(
     compiled = next((name for names in lists for name in names if is_compiled(model.get_submodule(name))), None)
     if compiled is not None:
         yield f"{compiled} is compiled by torch.compile, which keeps the layers that a stage leaves out"
-    shape, hidden = forward.handed_shape, _number(_text_config(model), HIDDEN)
-    if isinstance(model, PreTrainedModel) and shape and (len(shape) != 3 or shape[-1] != (hidden or shape[-1])):
-        handed_on = f"{len(shape)} dims of {shape[-1]} features"
-        yield f"blocks of {model.config.model_type} hand on {handed_on}, and stages [B, S, {hidden}]"
     if forward.takes_outer_gradient:
         yield f"{own} takes a gradient through its blocks"
     if forward.outside_reads:

@@ -8,14 +8,14 @@ three forms of it, `ExpertCall`, which are told apart by what a forward takes an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.job.capability import Capability, unless
 
@@ -24,7 +24,9 @@ ROUTED = (["hidden_states", "top_k_index", "top_k_weights"], ["hidden_states", "
 SORTED = ["inputs", "expert_size"]
 DENSE = ["hidden_states"]
 NUMBER = "num_experts"  # attribute of experts that says how many there are
-GROUPED = "grouped_mm"  # transformers' implementation by grouped products, its default
+# Transformers' implementations: by grouped products, its default; by a copy of the weights for each row; and by a loop
+# over experts that have rows, the one whose shapes depend on the routing.
+GROUPED, BATCHED, LOOPED = "grouped_mm", "batched_mm", "eager"
 TRANSPOSED = "is_transposed"  # and the one that says that their stacks are [experts, inputs, outputs]
 
 
@@ -125,6 +127,14 @@ def ungrouped_reason(experts: nn.Module) -> str:
         return f"transformers has no other for {type(experts).__name__}"
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return "" if implementation == GROUPED else f"experts_implementation is {implementation}"
+
+
+def set_expert_implementation(model: nn.Module, implementation: str, instead_of: Collection[str] | None = None) -> None:
+    """Let the experts of a model, if there are some, be computed in an implementation, or only `instead_of` others."""
+    for config in [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]:
+        earlier = getattr(config, "_experts_implementation", None)
+        if isinstance(config, PreTrainedConfig) and (instead_of is None or earlier in instead_of):
+            config._experts_implementation = implementation
 
 
 def expert_matrices(model: nn.Module) -> tuple[str, ...]:

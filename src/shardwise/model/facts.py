@@ -71,10 +71,11 @@ class StageFacts:
         runs: modules outside of the blocks -> numbers of the blocks with which they run.
         hidden: shape of one sample's hidden states in a module of model.factory; transformers' models have [S, H].
         order: the blocks as they run, where each runs once.
-        uses: parameter outside of blocks -> numbers of the blocks with which it is used.
+        uses: parameter -> numbers of the blocks with which it is used, where that is not the one block that holds it.
         between: block number -> elements of the parameters that are used with it, neither `before` nor `after`.
         traced: whether stages are pieces of a traced forward.
-        pads: whether hidden states have other positions than the tokens: a model fills up its windows, say.
+        reshapes: whether a transformers model hands on other hidden states than [B, S, H]: it fills up its windows, or
+            has several streams.
     """
 
     before: dict[str, int] = field(default_factory=dict)
@@ -90,12 +91,12 @@ class StageFacts:
     uses: dict[str, tuple[int, ...]] = field(default_factory=dict)
     between: dict[int, int] = field(default_factory=dict)
     traced: bool = False
-    pads: bool = False
+    reshapes: bool = False
 
     @property
     def has_flat_boundaries(self) -> bool:
         """Tell whether one flat tensor crosses a stage's boundaries: more than hidden states [B, S, H], or others."""
-        return self.traced or self.pads or bool(self.encoder) or len(self.handed_on) > 1
+        return self.traced or self.reshapes or bool(self.encoder) or len(self.handed_on) > 1
 
 
 @dataclass(frozen=True)

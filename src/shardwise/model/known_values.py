@@ -2,11 +2,14 @@
 
 A forward that reads one, `mask.any().item()` say, would else not run on fake tensors. What follows from weights, from
 the batch or from random numbers stays unknown. Values are computed when they are read.
+
+Of transformers' models more is assumed, so that their structure shows: an unknown condition holds in all places (each
+expert has tokens), and the batch may have values that the caller gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,8 @@ BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 CONSTANTS = {"lift", "lift_fresh"}  # of what `torch.tensor` was given
 FILLS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # of an argument the shape counts
+# Whose result has as many elements as a condition holds; nonzero and masks as an index.
+CONDITIONAL = {torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten.index.Tensor}
 MOST_ELEMENTS = 2**24  # of a tensor that is computed to be read
 
 
@@ -46,11 +51,19 @@ class KnownValues(TorchDispatchMode):
     """Remember where fake tensors come from, and answer what is asked of them where that is the code alone.
 
     Enter it inside of a FakeTensorMode.
+
+    Args:
+        assumes: take an unknown condition to hold everywhere, where the shape of a result follows from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, assumes: bool = False) -> None:
         super().__init__()
+        self.assumes = assumes
         self._origins = WeakTensorKeyDictionary()
+
+    def assume(self, tensor: Tensor, value: Callable[[], Tensor]) -> None:
+        """Take a fake tensor to hold what `value` returns, which is called when that is read."""
+        self._origins[tensor] = _Origin(value, (), {}, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -61,7 +74,7 @@ class KnownValues(TorchDispatchMode):
             self._write(func, args, kwargs)
             return func(*args, **kwargs)
         if not self._is_known(func, args, kwargs):
-            return func(*args, **kwargs)
+            return self._everywhere(func, args) if self.assumes and func in CONDITIONAL else func(*args, **kwargs)
         if BY_VALUE.intersection(func.tags):
             try:
                 values = self._computed(_Origin(func, args, kwargs, 0))
@@ -73,6 +86,18 @@ class KnownValues(TorchDispatchMode):
             if isinstance(output, FakeTensor):
                 self._origins[output] = _Origin(func, args, kwargs, number)
         return outputs
+
+    def _everywhere(self, func: Any, args: Any) -> Any:
+        """Run an operator of CONDITIONAL with a condition that holds in all places."""
+        if func is torch.ops.aten.nonzero.default:
+            return self._constant(_places(args[0])[0])
+        if func is torch.ops.aten.masked_select.default:
+            return torch.broadcast_tensors(*args)[0].reshape(-1)
+        places: list[Tensor | None] = []
+        for index in args[1]:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            places += map(self._constant, _places(index)[1]) if is_mask else [index]
+        return func(args[0], places)
 
     def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags or func._opname in WITHOUT_VALUES:
@@ -143,6 +168,13 @@ class KnownValues(TorchDispatchMode):
 def _blank(tensor: Tensor) -> Tensor:
     with dispatch_modes_off():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _places(condition: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the indices [N, dims] of all places of a condition, and those of each dim."""
+    with dispatch_modes_off():
+        places = torch.ones(condition.shape, dtype=torch.bool).nonzero()
+        return places, places.unbind(1)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -1,8 +1,13 @@
-"""Placeholders for modules that a pipeline stage does not hold: a forward of the right shape, and no parameters."""
+"""Placeholders for modules that a pipeline stage does not hold: a forward of the right shape, and no parameters.
+
+Forwards ask weights of such modules for their dtype (`hidden.to(self.lm_head.weight.dtype)`); of an `AbsentWeight` that
+and its device are known, and everything else is an error.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +16,27 @@ from torch import Tensor, nn
 from shardwise.model.facts import PlaceholderShape
 
 
-def drop_parameters(module: nn.Module, forward: Callable[..., Tensor], kept: Collection[int]) -> bool:
-    """Take away the module's own parameters except those in `kept`, by id; return True if any stays."""
+@dataclass(frozen=True)
+class AbsentWeight:
+    """A parameter that another stage holds."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+def drop_parameters(
+    module: nn.Module, forward: Callable[..., Tensor], kept: Collection[int], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Take away the module's own parameters except those in `kept`, by id; return True if any stays.
+
+    Args:
+        dtype: in which the stage that holds the parameters computes with them, on `device`.
+    """
     module.forward = forward  # type: ignore[method-assign]
     for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if id(parameter) not in kept:
             module.register_parameter(name, None)
+            vars(module)[name] = AbsentWeight(dtype, device)  # found ahead of torch's None
     return any(True for _ in module.named_parameters(recurse=False))
 
 

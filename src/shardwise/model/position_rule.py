@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from shardwise._torch_compat.tracing import TorchDispatchMode, tree_leaves, tree_map
 from shardwise._torch_compat.writes import written_tensors
 from shardwise.model.config_cache import once_a_config
+from shardwise.model.experts import BATCHED, set_expert_implementation
 from shardwise.model.initializers import run_initializer
-from shardwise.model.probe import batch_experts
 
 LENGTH = 8
 # Places of special ids among the example's: other shares of the part than of the whole.
@@ -95,7 +95,7 @@ def _watched(model: PreTrainedModel, first_block: str) -> PreTrainedModel:
     copied = copy.deepcopy(model, _without_values(model))
     for name, module in copied.named_modules():
         _fill_integers(copied, name, module)
-    batch_experts(copied)
+    set_expert_implementation(copied, BATCHED)
     copied.get_submodule(first_block).register_forward_hook(_leave)
     return copied
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -27,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise._torch_compat.tracing import FakeTensorMode, tree_leaves
+from shardwise._torch_compat.tracing import FakeTensorMode, dispatch_modes_off, tree_leaves
 from shardwise.errors import ModelError
 from shardwise.job.capability import SUPPORTED, Capability
 from shardwise.model.attention_calls import AttentionCalls
@@ -38,6 +39,7 @@ from shardwise.model.block_numbers import BlockNumbers
 from shardwise.model.chain import BlockCalls, HandedOn, activation_arguments, handed_on, is_chain, share_arguments
 from shardwise.model.containers import walk
 from shardwise.model.copies import deep_copy
+from shardwise.model.experts import BATCHED, set_expert_implementation
 from shardwise.model.facts import NO_EFFECTS, AttentionFacts, ModelFacts
 from shardwise.model.fixed_values import FixedValues
 from shardwise.model.forward_failures import failure_reason
@@ -53,6 +55,7 @@ Result = TypeVar("Result")
 Shapes = dict[tuple[str, int], tuple[int, ...]]  # of (module, number of its output)
 ROWS = 13  # a prime too, and of few other lengths a divisor, so that a first dim that it divides is one of rows
 MOST_ELEMENTS = 2**24  # of a model that is run on random numbers, if its forward runs on nothing else
+TOKENS = {"input_ids", "decoder_input_ids"}  # arguments of a model of language
 POSITIONS = 11  # a prime, so that a [.., S, S] tensor is one of attention probabilities and not a width by chance
 # Where one refuses (a tensor that the constructor left on meta, a kernel for bf16 alone), the next is tried.
 ATTEMPTS = (("cpu", torch.float32), ("meta", torch.float32), ("cpu", torch.bfloat16))
@@ -118,7 +121,7 @@ class ForwardProbe:
     mixes_positions: bool = False  # by a convolution or a scan
     fixed_logits: int = 0  # positions of the logits, where there are not as many as tokens
     handed_shape: tuple[int, ...] = ()  # of what the last block returns first; empty for no tensor
-    pads: bool = False  # that has another number of positions than the tokens
+    tokens: int = 0  # of a sequence that the forward was given
     takes_outer_gradient: bool = False  # the forward takes a gradient while no block runs
     blocks_without_gradient: bool = False  # blocks run where gradients are off, as in a checkpoint with reentry
     outside_reads: tuple[str, ...] = ()  # parameters read where neither their module nor its block ran
@@ -360,7 +363,7 @@ def run_on_fakes(
     with (
         _quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        KnownValues(),
+        KnownValues(assumes=isinstance(model, PreTrainedModel)) as known,
         torch.random.fork_rng(devices=[]),
         FixedScalarDraws(),
     ):
@@ -369,8 +372,27 @@ def run_on_fakes(
             name: _fake(value, device, torch.float32 if name in kept else dtype) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
+        _assume_tokens(known, model, arguments)
         with watching or nullcontext():
             torch.func.functional_call(model, state, (), arguments)
+
+
+def _assume_tokens(known: KnownValues, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Take the tokens that a model of transformers is given to be those of a text, in a forward that reads them."""
+    for name in TOKENS & arguments.keys() if known.assumes else ():
+        known.assume(arguments[name], partial(_sample_tokens, model, arguments[name].shape))
+
+
+def _sample_tokens(model: nn.Module, shape: Sequence[int]) -> Tensor:
+    """Return ids of rows that hold no special token but the one that ends a text, in the last place."""
+    config: Any = model.config
+    config = config.get_text_config()
+    special = {value for name, value in config.to_dict().items() if name.endswith("token_id") and value is not None}
+    with dispatch_modes_off():
+        ids = torch.full(tuple(shape), next(number for number in count() if number not in special))
+        if isinstance(config.eos_token_id, int):
+            ids[:, -1] = config.eos_token_id
+    return ids
 
 
 def operations_of(model: nn.Module, inputs: Mapping[str, Any]) -> int:
@@ -402,15 +424,8 @@ def copy_to_probe(model: nn.Module) -> nn.Module:
     copied = deep_copy(model, model.buffers())
     for name, parameter in copied.named_parameters():
         vars(parameter).update(vars(model.get_parameter(name)))  # torch's copies have no attributes
-    batch_experts(copied)
+    set_expert_implementation(copied, BATCHED)
     return copied
-
-
-def batch_experts(model: nn.Module) -> None:
-    """Let the experts of a model, if it has some, be computed in a way whose shapes do not depend on the routing."""
-    for config in [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]:
-        if isinstance(config, PreTrainedConfig):
-            config._experts_implementation = "batched_mm"
 
 
 class _RecordedForward:
@@ -454,16 +469,18 @@ class _RecordedForward:
         make = _fake if on_fakes else _drawn
         ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         self.tokens = 0 if ids is None else ids.shape[1]
+        known = KnownValues(assumes=isinstance(self.model, PreTrainedModel))
         with ExitStack() as stack:
             stack.enter_context(_quiet())
             if on_fakes:
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                stack.enter_context(KnownValues())
+                stack.enter_context(known)
             state = {name: make(tensor, device, dtype) for name, tensor in self.model.named_buffers()}
             for name, parameter in self.model.named_parameters():  # a bias on scores may have a gradient
                 state[name] = nn.Parameter(make(parameter, device, dtype), parameter.requires_grad)
                 vars(state[name]).update(vars(parameter))
             given = {name: make(tensor, device, dtype) for name, tensor in inputs.items()}
+            _assume_tokens(known, self.model, given)
             self.functions.names = {id(tensor): name for name, tensor in (*self.originals.items(), *state.items())}
             self.writes.watch({name: state[name] for name, _ in self.model.named_parameters()})
             stack.enter_context(self.writes)
@@ -526,7 +543,7 @@ class _RecordedForward:
             mixes_positions=functions.mixes_positions,
             fixed_logits=self._fixed_logits(logits),
             handed_shape=handed_shape,
-            pads=bool(self.tokens) and len(handed_shape) == 3 and handed_shape[1] != self.tokens,
+            tokens=self.tokens,
             outside_reads=tuple(sorted(functions.outside_reads)),
             takes_outer_gradient=functions.takes_outer_gradient,
             blocks_without_gradient=any(block.without_gradient for blocks in self.blocks for block in blocks),

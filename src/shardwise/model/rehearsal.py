@@ -14,8 +14,11 @@ from shardwise.job.capability import Capability, unless
 from shardwise.model.config_cache import once_a_config
 from shardwise.model.facts import StageFacts
 from shardwise.model.modules import empty_module
-from shardwise.model.placeholders import drop_parameters, placeholder
+from shardwise.model.placeholders import AbsentWeight, drop_parameters, placeholder
 from shardwise.model.probe import POSITIONS, copy_to_probe, run_on_fakes, token_inputs, try_devices
+
+# In the errors of a forward that reads what is not there.
+ABSENCE = ("object has no attribute", "NoneType", AbsentWeight.__name__)
 
 
 def rehearse_stage(
@@ -40,7 +43,7 @@ def rehearse_stage(
 def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: StageFacts) -> str:
     """Return how the forward of a stage without the modules ahead of the blocks, or behind, fails for want of weights.
 
-    Empty where it does not, or fails in another way. A model may ask a weight on which device it is.
+    Empty where it does not, or fails in another way.
     """
 
     def rehearse(absent: Iterable[str], device: str, dtype: torch.dtype) -> None:
@@ -48,12 +51,12 @@ def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: 
         for name in blocks:
             _empty_block(rehearsed, name, stages)
         for name in absent:
-            shape = stages.placeholders.get(name)
-            drop_parameters(rehearsed.get_submodule(name), placeholder(shape, dtype, torch.device(device)), ())
+            module, place = rehearsed.get_submodule(name), torch.device(device)
+            drop_parameters(module, placeholder(stages.placeholders.get(name), dtype, place), (), dtype, place)
         run_on_fakes(rehearsed, token_inputs(model, POSITIONS), device, dtype)
 
     failures = (try_devices(partial(rehearse, absent))[1] for absent in (stages.before, stages.after))
-    return next((failure for failure in failures if "'NoneType'" in failure), "")
+    return next((failure for failure in failures if any(words in failure for words in ABSENCE)), "")
 
 
 def _empty_block(model: nn.Module, name: str, stages: StageFacts) -> None:

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.job.capability import SUPPORTED, Capability, refused, unless
 from shardwise.model.expert_features import adds_up_over_features
-from shardwise.model.experts import is_routed
+from shardwise.model.experts import BATCHED, LOOPED, is_routed
 from shardwise.model.family import Family, SplitRules
 from shardwise.model.latent_attention import latent_attention
 from shardwise.model.modules import input_embeddings
@@ -48,7 +48,7 @@ PUBLISHED = {
 WHOLE = "replicate"  # transformers' style of what is not split
 # How transformers' plans speak of the parameters of experts, where these are stacked as `EXPERTS` says.
 STACKED = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
-UNGROUPED = ("eager", "batched_mm")  # transformers' implementations that take rows of any size
+UNGROUPED = (LOOPED, BATCHED)  # transformers' implementations that take rows of any size
 # Modules beside experts that score them for each position by itself.
 ROUTERS = ("gate", "shared_expert_gate")
 FEWEST_OUTPUTS = 16  # of a linear layer that is worth sending its outputs

@@ -30,6 +30,7 @@ from shardwise._torch_compat.modules import copy_module
 from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
 from shardwise.job.objects import in_parentheses, is_users_file
 from shardwise.model.copies import deep_copy
+from shardwise.model.experts import BATCHED, GROUPED, LOOPED, set_expert_implementation
 from shardwise.model.forward_failures import UntraceableError
 from shardwise.model.own_gradients import own_gradients_found
 from shardwise.model.process_numbers import process_numbers_kept
@@ -137,6 +138,7 @@ def trace(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     traced, spec = _fake_copy(model, mode, device, dtypes), SimpleNamespace()
+    set_expert_implementation(traced, BATCHED if dtypes[0] == torch.float64 else GROUPED, instead_of=(LOOPED,))
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in inputs.items() if name not in tensors}
     earlier = numbers_kept(traced)
@@ -278,7 +280,7 @@ def _flatten(
             inner = stack[-1] if stack else ""
             block = next((name for name in stack if name in blocks), "")
             name = inner if issubclass(classes.get(inner, nn.Module), nn.Dropout) else f"{block}/functional"
-            uses[name] += 1
+            uses[name] += bool(training and probability)  # what drops nothing is not counted where modules run
             node.target = dropout
             node.args = (values, probability if training else 0.0, name, uses[name])
         node.meta["nn_module_stack"] = _ROOT

@@ -97,38 +97,34 @@ def boundary_elements(traced: ForwardTrace, piece: int) -> int:
 
 
 def _stages(facts: ModelFacts, traced: ForwardTrace) -> StageFacts:
-    """Return which stage holds each parameter, which is used with one block or at both ends.
-
-    Raises:
-        UntraceableError: one is used elsewhere.
-    """
+    """Return which stages hold each parameter: all that use it; one of a block that is not used, that block's."""
     first_name = {name: group[0] for group in facts.ties for name in group}
     used: dict[str, set[int]] = defaultdict(set)
     for number, piece in enumerate(traced.pieces):
         for name in piece.state:
             used[first_name.get(name, name)].add(number)
-    order, last = facts.stages.order, len(traced.pieces) - 1
+    order = facts.stages.order
     uses: dict[str, tuple[int, ...]] = {}
     for name in facts.parameter_shapes:
         block = facts.block_of.get(name)
         of_block = {order.index(block)} if block else set()
         numbers = used[name] or of_block or {0}
-        if (of_block and numbers != of_block) or not (len(numbers) == 1 or numbers <= {0, last}):
-            where = [order[number] for number in sorted(numbers)]
-            raise UntraceableError(f"{name} is used with {where[0]} and with {where[-1]}")
-        if not block:
+        if numbers != of_block:
             uses[name] = tuple(sorted(numbers))
-    return StageFacts(uses=uses, traced=True, **_shares(facts, uses, last))
+    return StageFacts(uses=uses, traced=True, **_shares(facts, uses, len(order) - 1))
 
 
 def _shares(facts: ModelFacts, uses: Mapping[str, Sequence[int]], last: int) -> dict[str, Any]:
-    """Return the fields `before`, `after` and `between` of StageFacts."""
+    """Return the fields `before`, `after` and `between` of StageFacts; a block counts its own parameters."""
+    order = facts.stages.order
     before: dict[str, int] = defaultdict(int)
     after: dict[str, int] = defaultdict(int)
     between: dict[int, int] = defaultdict(int)
     for name, numbers in uses.items():
         owner, size = name.rpartition(".")[0], torch.Size(facts.parameter_shapes[name]).numel()
         for number in numbers:
+            if order[number] == facts.block_of.get(name):
+                continue
             if number in (0, last):
                 (after if number else before)[owner] += size
             else:

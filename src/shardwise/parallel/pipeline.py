@@ -250,7 +250,8 @@ class _MicrobatchRunner(nn.Module):
         assert self.pipeline.work is not None
         value = self.pipeline.work(self.part, self.number, None if self.boundary.is_first else arrived)
         if self.boundary.is_last:
-            return value.view(1).clone()  # torch lets go of what made it, the hidden states too, unless it is a view
+            # torch lets go of what made it, the hidden states too, unless it is a view. Some models' logits are fp32.
+            return value.view(1).clone().to(torch_dtype(self.pipeline.plan.dtypes.loss))
         awaited = self.pipeline.shapes(self.boundary)[1]
         if value.shape != awaited or value.dtype != self.pipeline.dtype:
             raise ModelError(

@@ -25,11 +25,10 @@ from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.modules import empty_module
 from shardwise.model.placeholders import drop_parameters, placeholder
+from shardwise.model.rehearsal import ABSENCE
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
 from shardwise.plan.plan import Plan
-
-MISSING = ("object has no attribute", "NoneType")  # in the errors of a forward that reaches into an emptied module
 
 
 class BlockStages(Transform):
@@ -95,7 +94,7 @@ def cut_stage(
     kept = {id(parameter) for name in used for parameter in model.get_submodule(name).parameters(recurse=name in own)}
     absent = {*before, *after}
     for name, forward in placeholders.items():
-        if not drop_parameters(model.get_submodule(name), forward, kept):
+        if not drop_parameters(model.get_submodule(name), forward, kept, dtype, device):
             absent.add(name)
     boundary.absent = frozenset(absent)
     if shapes is not None:
@@ -169,7 +168,7 @@ def _running_stage(forward: Callable[..., Any], boundary: StageBoundary, skipped
         except StageForwardEnds:
             output = tuple(boundary.block_outputs.values())
         except (AttributeError, TypeError) as error:  # the whole model's forward has been tried without
-            if skipped.is_users and any(text in str(error) for text in MISSING):
+            if skipped.is_users and any(words in str(error) for words in ABSENCE):
                 raise skipped.access_error(error) from error
             raise
         else:

@@ -42,18 +42,18 @@ def stage_shares(plan: Plan, facts: ModelFacts) -> list[StageShare]:
 
 
 def holders(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    """Return parameter name -> the stages that hold it: one, or for tied embeddings those where they are used."""
+    """Return parameter name -> the stages that hold it: one, or of those with several uses all where they are used."""
     stage_of = {block: stage for stage, blocks in enumerate(plan.stages) for block in blocks}
     stages: dict[str, tuple[int, ...]] = {}
     for name in facts.parameter_shapes:
-        block = facts.block_of.get(name)
-        blocks = [block] if block else [facts.blocks[number].name for number in facts.stages.uses[name]]
+        uses = facts.stages.uses.get(name)
+        blocks = [facts.block_of[name]] if uses is None else [facts.blocks[number].name for number in uses]
         stages[name] = tuple(sorted({stage_of[block] for block in blocks}))
     return stages
 
 
 def tied_across(plan: Plan, facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    """Return parameter name -> the pipeline ranks that hold it, of those that several do: tied embeddings."""
+    """Return parameter name -> the pipeline ranks that hold it, of those that several do."""
     if not plan.stages:
         return {}
     ranks = {
