@@ -55,11 +55,33 @@ def _gemma3() -> Any:
     return Gemma3Processor(images, _tokenizer(**names), chat_template=template, image_seq_length=4)
 
 
-PROCESSORS: dict[str, Callable[[], Any]] = {"llava": _llava, "gemma3": _gemma3}
+def _qwen2_vl() -> Any:
+    """Its processor holds one of videos too, for which transformers needs torchvision."""
+    from transformers import Qwen2VLProcessor, Qwen2VLVideoProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    sizes = {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2}
+    pixels = {"shortest_edge": 64, "longest_edge": SIZE * SIZE * 4}
+    images = Qwen2VLImageProcessorPil(size=pixels, **sizes)
+    videos = Qwen2VLVideoProcessor(size=pixels, **sizes)
+    tokens = {"image_token": "<image>", "vision_bos_token": "<vision>", "vision_eos_token": "</vision>"}
+    template = TEMPLATE.replace("PLACE", "<vision> <image> </vision>")
+    return Qwen2VLProcessor(images, _tokenizer(**tokens), videos, chat_template=template)
+
+
+PROCESSORS: dict[str, Callable[[], Any]] = {"llava": _llava, "gemma3": _gemma3, "qwen2_vl": _qwen2_vl}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llava": {
         "image_token_id": IMAGE, "text_config": {"model_type": "llama"}, "vision_feature_layer": -1,
         "vision_config": {"model_type": "clip_vision_model", "image_size": SIZE, "patch_size": PATCH},
+    },
+    "qwen2_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+        "image_token_id": IMAGE, "vision_start_token_id": 3, "vision_end_token_id": 4, "video_token_id": 20,
+        "vision_config": {
+            "patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 2, "embed_dim": 16,
+            "num_heads": 2, "hidden_size": 32,
+        },
     },
     "gemma3": {
         "image_token_id": IMAGE, "boi_token_id": 3, "eoi_token_id": 4, "mm_tokens_per_image": 4,

@@ -43,14 +43,18 @@ def open_processor(job: Job, auto_class: str) -> Any:
 def _open(auto_class: str, directory: str, where: str, trust_remote_code: bool) -> Any:
     import transformers
 
-    backend = {} if auto_class == SOUND else {"backend": "pil"}
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    pillow = {**options, "backend": "pil"}
     try:
-        return getattr(transformers, auto_class).from_pretrained(
-            directory, local_files_only=True, trust_remote_code=trust_remote_code, **backend
-        )
+        if auto_class == IMAGES:
+            return transformers.AutoImageProcessor.from_pretrained(directory, **pillow)
+        processor = getattr(transformers, auto_class).from_pretrained(directory, **options)
+        if auto_class == CHAT:  # the whole cannot be asked for Pillow: one of videos there has torchvision alone
+            processor.image_processor = transformers.AutoImageProcessor.from_pretrained(directory, **pillow)
     except Exception as error:  # each class has its own way to refuse files
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
             f"{where}: transformers' {auto_class} cannot open it: {reason}; give a directory that `save_pretrained` of "
             "a processor has written"
         ) from error
+    return processor

@@ -88,7 +88,8 @@ class ChatReader:
     """Reads messages whose parts of type image name their files; answers are found by tokens of beginnings."""
 
     def __init__(self, job: Job, folder: Path) -> None:
-        self.processor, self.folder, self.job = _opened(AutoProcessor, job, backend="pil"), folder, job
+        self.processor, self.folder, self.job = _opened(AutoProcessor, job), folder, job
+        self.processor.image_processor = _opened(AutoImageProcessor, job, backend="pil")
 
     def __call__(self, row: dict[str, Any]) -> Sample:
         messages = [{**message, "content": [self._part(p) for p in message["content"]]} for message in row["messages"]]
