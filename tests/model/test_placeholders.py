@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.model.facts import PlaceholderShape
-from shardwise.model.placeholders import drop_parameters, placeholder
+from shardwise.model.placeholders import AbsentWeights, placeholder
 from shardwise.model.stage_cut import placeholder_shape
 
 CPU = torch.device("cpu")
@@ -45,13 +45,21 @@ def test_nothing_follows_from_other_sizes() -> None:
 
 
 def test_an_absent_weight_says_its_dtype_and_no_more() -> None:
-    head = torch.nn.Linear(2, 3, bias=False)
-    assert not drop_parameters(head, placeholder(None, torch.float64, CPU), (), torch.bfloat16, CPU)
-    assert not list(head.parameters()) and not head.state_dict()
-    weight: Any = head.weight
-    assert (weight.dtype, weight.device) == (torch.bfloat16, CPU)
-    assert torch.ones(2).to(weight.dtype).dtype == torch.bfloat16
-    with pytest.raises(AttributeError, match="AbsentWeight"):
-        _ = weight.shape
-    with pytest.raises(TypeError, match="AbsentWeight"):
-        _ = torch.ones(2) * weight
+    head: Any = torch.nn.Linear(2, 3, bias=False)
+    lost = AbsentWeights(torch.bfloat16, CPU)
+    assert not lost.drop(head, placeholder(None, torch.float64, CPU))
+    assert not list(head.parameters()) and not head.state_dict() and head.weight is None
+    with lost.shown():
+        assert (head.weight.dtype, head.weight.device) == (torch.bfloat16, CPU)
+        assert torch.ones(2).to(head.weight.dtype).dtype == torch.bfloat16
+        with pytest.raises(AttributeError, match="AbsentWeight"):
+            _ = head.weight.shape
+        with pytest.raises(TypeError, match="AbsentWeight"):
+            _ = torch.ones(2) * head.weight
+    assert head.weight is None
+
+
+def test_what_is_kept_is_not_lost() -> None:
+    norm: Any = torch.nn.LayerNorm(2)
+    assert AbsentWeights(torch.float32, CPU).drop(norm, placeholder(None, torch.float32, CPU), {id(norm.weight)})
+    assert [name for name, _ in norm.named_parameters()] == ["weight"]

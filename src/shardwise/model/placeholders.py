@@ -6,7 +6,8 @@ and its device are known, and everything else is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +19,45 @@ from shardwise.model.facts import PlaceholderShape
 
 @dataclass(frozen=True)
 class AbsentWeight:
-    """A parameter that another stage holds."""
+    """A parameter that another stage holds, in a forward."""
 
     dtype: torch.dtype
     device: torch.device
 
 
-def drop_parameters(
-    module: nn.Module, forward: Callable[..., Tensor], kept: Collection[int], dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Take away the module's own parameters except those in `kept`, by id; return True if any stays.
+class AbsentWeights:
+    """Parameters that a model has lost: None as torch has it, for what initializes or ties parameters.
+
+    In a forward, within `shown`, an `AbsentWeight` is in the place of each.
 
     Args:
-        dtype: in which the stage that holds the parameters computes with them, on `device`.
+        dtype: in which the stages that hold them compute with them.
+        device: where a stage computes.
     """
-    module.forward = forward  # type: ignore[method-assign]
-    for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-        if id(parameter) not in kept:
-            module.register_parameter(name, None)
-            vars(module)[name] = AbsentWeight(dtype, device)  # found ahead of torch's None
-    return any(True for _ in module.named_parameters(recurse=False))
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._weight = AbsentWeight(dtype, device)
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def drop(self, module: nn.Module, forward: Callable[..., Tensor], kept: Collection[int] = ()) -> bool:
+        """Take away the module's own parameters except those in `kept`, by id; return True if any stays."""
+        module.forward = forward  # type: ignore[method-assign]
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in kept:
+                module.register_parameter(name, None)
+                self._places.append((module, name))
+        return any(True for _ in module.named_parameters(recurse=False))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let what reads such a parameter find an `AbsentWeight`, ahead of torch's None."""
+        for module, name in self._places:
+            vars(module)[name] = self._weight
+        try:
+            yield
+        finally:
+            for module, name in self._places:
+                vars(module).pop(name, None)
 
 
 def placeholder(

@@ -14,7 +14,7 @@ from shardwise.job.capability import Capability, unless
 from shardwise.model.config_cache import once_a_config
 from shardwise.model.facts import StageFacts
 from shardwise.model.modules import empty_module
-from shardwise.model.placeholders import AbsentWeight, drop_parameters, placeholder
+from shardwise.model.placeholders import AbsentWeight, AbsentWeights, placeholder
 from shardwise.model.probe import POSITIONS, copy_to_probe, run_on_fakes, token_inputs, try_devices
 
 # In the errors of a forward that reads what is not there.
@@ -50,10 +50,11 @@ def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: 
         rehearsed = copy_to_probe(model)
         for name in blocks:
             _empty_block(rehearsed, name, stages)
+        lost = AbsentWeights(dtype, place := torch.device(device))
         for name in absent:
-            module, place = rehearsed.get_submodule(name), torch.device(device)
-            drop_parameters(module, placeholder(stages.placeholders.get(name), dtype, place), (), dtype, place)
-        run_on_fakes(rehearsed, token_inputs(model, POSITIONS), device, dtype)
+            lost.drop(rehearsed.get_submodule(name), placeholder(stages.placeholders.get(name), dtype, place))
+        with lost.shown():
+            run_on_fakes(rehearsed, token_inputs(model, POSITIONS), device, dtype)
 
     failures = (try_devices(partial(rehearse, absent))[1] for absent in (stages.before, stages.after))
     return next((failure for failure in failures if any(words in failure for words in ABSENCE)), "")

@@ -143,21 +143,21 @@ def inner_rounding(oracle: Oracle, step: int) -> float:
     """Return how far the gradients of an fp64 oracle move, relative to each tensor, by what fp32 inside it does.
 
     It is the most of a few runs: one without that fp32, where the model can do without, and some in which what is cast
-    to fp32 is moved by about as much as rounding does.
+    to fp32, or computed in it, is moved by about as much as rounding does.
     """
     narrow = _run(oracle, step)[1]
     moved = []
     with suppress(RuntimeError), WithoutNarrowing():
         moved.append(_run(oracle, step)[1])
     for draw in range(DRAWS):
-        with _MovedCasts(draw):
+        with _MovedSingles(draw):
             moved.append(_run(oracle, step)[1])
     differences = (compare_tensors(0, "", narrow, gradients, Tolerance(0.0)) for gradients in moved)
     return max(difference.error for compared in differences for difference in compared)
 
 
-class _MovedCasts(TorchFunctionMode):
-    """Moves what functions make in fp32 of fp64, by up to one unit in the last place."""
+class _MovedSingles(TorchFunctionMode):
+    """Moves what functions make in fp32, of fp64 or by arithmetic, by up to one unit in the last place."""
 
     def __init__(self, draw: int) -> None:
         super().__init__()
@@ -167,9 +167,10 @@ class _MovedCasts(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        first = args[0] if args else None
-        is_cast = isinstance(result, Tensor) and result.dtype == torch.float32 and result.device.type == "cpu"
-        if not (is_cast and isinstance(first, Tensor) and first.dtype == torch.float64):
+        if not isinstance(result, Tensor) or result.dtype != torch.float32 or result.device.type != "cpu":
+            return result
+        is_cast = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        if not is_cast and function not in PRODUCTS | ROUNDING:
             return result
         reach = torch.rand(result.shape, generator=self._draws) - 0.5
         return result * (1.0 + 2.0 * torch.finfo(torch.float32).eps * reach)
@@ -194,6 +195,16 @@ class _Rounding(torch.autograd.Function):
 PRODUCTS = {
     nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm,
     torch.addmm, torch.baddbmm, torch.einsum,
+}  # fmt: skip
+
+
+# Arithmetic that rounds, and makes a tensor of its own.
+ROUNDING = {
+    torch.mul, torch.add, torch.sub, torch.div, torch.exp, torch.sum, torch.mean, torch.cumsum, torch.sigmoid,
+    torch.softmax, torch.rsqrt, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.add, Tensor.__add__,
+    Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__, Tensor.__truediv__, Tensor.div, Tensor.exp, Tensor.sum,
+    Tensor.mean, Tensor.cumsum, Tensor.sigmoid, Tensor.softmax, nn.functional.softmax, nn.functional.silu,
+    nn.functional.softplus, nn.functional.sigmoid,
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from shardwise.job.objects import in_parentheses, raised_at
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.modules import empty_module
-from shardwise.model.placeholders import drop_parameters, placeholder
+from shardwise.model.placeholders import AbsentWeights, placeholder
 from shardwise.model.rehearsal import ABSENCE
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
@@ -82,8 +82,9 @@ def cut_stage(
         _empty(model.get_submodule(name), _returning_input(boundary, facts))
     for name in after:
         _empty(model.get_submodule(name), _keeping_output(boundary, facts))
+    lost = AbsentWeights(dtype, device)
     model.forward = _running_stage(
-        model.forward, boundary, _SkippedBlocks(facts.definition, not facts.has_config, before, after)
+        model.forward, boundary, lost, _SkippedBlocks(facts.definition, not facts.has_config, before, after)
     )
 
     placeholders: dict[str, Callable[..., Tensor]] = {}
@@ -94,7 +95,7 @@ def cut_stage(
     kept = {id(parameter) for name in used for parameter in model.get_submodule(name).parameters(recurse=name in own)}
     absent = {*before, *after}
     for name, forward in placeholders.items():
-        if not drop_parameters(model.get_submodule(name), forward, kept, dtype, device):
+        if not lost.drop(model.get_submodule(name), forward, kept):
             absent.add(name)
     boundary.absent = frozenset(absent)
     if shapes is not None:
@@ -157,14 +158,17 @@ class _SkippedBlocks:
         )
 
 
-def _running_stage(forward: Callable[..., Any], boundary: StageBoundary, skipped: _SkippedBlocks) -> Callable[..., Any]:
+def _running_stage(
+    forward: Callable[..., Any], boundary: StageBoundary, lost: AbsentWeights, skipped: _SkippedBlocks
+) -> Callable[..., Any]:
     """Run the model's forward as far as this stage goes; inside of what FSDP2 hooks to the model's call."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         boundary.is_input_read = boundary.is_first
         try:
-            output = forward(*args, **kwargs)
+            with lost.shown():
+                output = forward(*args, **kwargs)
         except StageForwardEnds:
             output = tuple(boundary.block_outputs.values())
         except (AttributeError, TypeError) as error:  # the whole model's forward has been tried without
