@@ -270,6 +270,8 @@ def _obstacles(
     is_chain: bool,
 ) -> Iterator[str]:
     blocks = [name for names in lists for name in names]
+    if repeated := next((name for name in blocks if execution.calls.count(name) > 1), ""):
+        yield f"{repeated} runs {execution.calls.count(repeated)} times in a forward, and each stage would hold it"
     if not is_chain:
         yield "its blocks do not each take the hidden states from the one before"
     if execution.shortcut:
