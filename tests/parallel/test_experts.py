@@ -102,11 +102,11 @@ def at_once_and_by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tenso
     cross, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     sent = 0
 
-    def counted(exchange: RowExchange, rows: Tensor) -> Arriving:
+    def counted(exchange: RowExchange, rows: Tensor, taken: Tensor | None = None) -> Arriving:
         nonlocal sent
         if exchange.group is cross and rows.shape[1] == HIDDEN:
             sent += exchange.sent[1 - rank // 2]
-        return start(exchange, rows)
+        return start(exchange, rows, taken)
 
     start = RowExchange.start
     answers = []

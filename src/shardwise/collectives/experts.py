@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_compat.groups import row_engine
 from shardwise.collectives.names import CollectiveName, NamedWork
 
 
@@ -25,6 +26,13 @@ class Arriving(NamedTuple):
         """Return the rows once they are here."""
         self.work.wait()
         return self.rows
+
+
+class RowPlaces(NamedTuple):
+    """A tensor, and the numbers of its rows that others are copied to."""
+
+    rows: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -46,20 +54,37 @@ class RowExchange:
         exchanged: Tensor = _Exchange.apply(rows, self)
         return exchanged
 
-    def exchange(self, rows: Tensor) -> Tensor:
-        """Return the received rows, without autograd. Collective."""
-        received = self._room(rows)
-        with self.name:
-            dist.all_to_all_single(received, rows.contiguous(), self.received, self.sent, self.group)
-        return received
+    def exchange(self, rows: Tensor, taken: Tensor | None = None, into: RowPlaces | None = None) -> Tensor:
+        """Return the received rows, or the tensor `into` which they were put, without autograd. Collective.
 
-    def start(self, rows: Tensor) -> Arriving:
-        """Send `rows` while the caller goes on, without autograd. Collective."""
+        Args:
+            rows: those that are sent, or of which those `taken` [sum(sent)] are.
+            taken: numbers of rows.
+            into: where the received rows go.
+        """
+        engine, rows = row_engine(self.group, rows), rows.contiguous()
+        received, places = into or (self._room(rows), None)
+        if engine is not None:
+            with self.name:
+                engine.exchange_rows(received, places, self.received, rows, taken, self.sent, False).wait()
+            return received
+        arriving = self._start(rows, taken).wait()
+        return arriving if into is None else into.rows.index_copy_(0, into.places, arriving)
+
+    def start(self, rows: Tensor, taken: Tensor | None = None) -> Arriving:
+        """Send `rows`, or those `taken` of them, while the caller goes on, without autograd. Collective."""
+        engine, rows = row_engine(self.group, rows), rows.contiguous()
+        if engine is None:
+            return self._start(rows, taken)
         received = self._room(rows)
         with self.name:
-            work = dist.all_to_all_single(
-                received, rows.contiguous(), self.received, self.sent, self.group, async_op=True
-            )
+            work = engine.exchange_rows(received, None, self.received, rows, taken, self.sent, True)
+        return Arriving(received, NamedWork(self.name, work))
+
+    def _start(self, rows: Tensor, taken: Tensor | None) -> Arriving:
+        sent, received = rows if taken is None else rows.index_select(0, taken), self._room(rows)
+        with self.name:
+            work = dist.all_to_all_single(received, sent, self.received, self.sent, self.group, async_op=True)
         return Arriving(received, NamedWork(self.name, work))
 
     def _room(self, rows: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.experts import Arriving, RowExchange, exchange_counts
+from shardwise.collectives.experts import Arriving, RowExchange, RowPlaces, exchange_counts
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.kernels.experts import add_rows, blank_sums, in_wide_dtype, select_rows
 
@@ -88,7 +88,8 @@ class HostRoutes:
 
     def send(self, values: Tensor) -> Iterator[Tensor]:
         """Start to send rows of `values` [T, H], and return what comes from all hosts, part after part."""
-        starts = (self.part(part).start(values.index_select(0, self.token_of[part])) for part in range(self.rounds))
+        values = values.contiguous()
+        starts = (self.part(part).start(values, self.token_of[part]) for part in range(self.rounds))
         going = deque(islice(starts, AHEAD))
 
         def received() -> Iterator[Tensor]:
@@ -104,10 +105,10 @@ class HostRoutes:
         inside = self.inside
         rows = like.new_empty(inside.rows, like.shape[1])
         for part, places in enumerate(inside.places):
-            picked = next(coming, rows[:0]).index_select(0, inside.lines[part])
+            came, taken = next(coming, rows[:0]), inside.lines[part]
             if weighting is not None:
-                picked = weighting.of_gradient(part, inside.slots[part], picked)
-            rows.index_copy_(0, places, inside.exchange(part).exchange(picked))
+                came, taken = weighting.of_gradient(part, inside.slots[part], came.index_select(0, taken)), None
+            inside.exchange(part).exchange(came, taken, RowPlaces(rows, places))
         return rows
 
     def combine(self, rows: Tensor, weighting: Weighting | None = None) -> Tensor:
@@ -119,7 +120,7 @@ class HostRoutes:
             add_rows(total, in_wide_dtype(arriving.wait()), self.token_of[part])
 
         for part, places in enumerate(inside.places):
-            returned = inside.exchange(part).reversed.exchange(rows.index_select(0, places))
+            returned = inside.exchange(part).reversed.exchange(rows, places)
             weighted = in_wide_dtype(returned) if weighting is None else weighting.of_rows(inside.slots[part], returned)
             if part >= self.rounds:
                 continue  # the host's other ranks have more parts
