@@ -40,9 +40,9 @@ def reduce_scatter_base(group: dist.ProcessGroup, output: Tensor, whole: Tensor,
 
 
 def row_engine(group: dist.ProcessGroup, rows: Tensor) -> Any:
-    """Return the engine of a group that exchanges `rows` where they lie; None where they are copied before and after."""
-    backend = group._get_backend(rows.device)
-    return backend if rows.device.type == "cpu" and hasattr(backend, "exchange_rows") else None
+    """Return the engine of a group that exchanges `rows` from where they lie; None where others move them."""
+    backend = group._get_backend(rows.device) if rows.device.type == "cpu" else None
+    return backend if hasattr(backend, "exchange_rows") else None
 
 
 def flight_record() -> dict[str, Any]:

@@ -118,7 +118,8 @@ class ModuleMemory:
 
     saved: kept from forward to backward. normalised: of that, what the weight of an RMS norm needs. kept: what
     selective checkpointing keeps of its outputs. working: held besides at the worst moment of its backward.
-    parameters: elements whose gradients exist once its backward is done.
+    parameters: elements whose gradients exist once its backward is done. rows: what it exchanges with ranks that share
+    experts, of `saved`.
     """
 
     name: str
@@ -127,6 +128,7 @@ class ModuleMemory:
     working: float = 0.0
     parameters: float = 0.0
     normalised: float = 0.0
+    rows: float = 0.0
 
 
 def _shapes_of_block(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
@@ -323,10 +325,10 @@ def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -
     shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
     return [
         ModuleMemory("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
-        ModuleMemory("experts up", spread + 2 * copies, 2 * inner, into, 2 * weights),
+        ModuleMemory("experts up", spread + 2 * copies, 2 * inner, into, 2 * weights, rows=spread),
         ModuleMemory("expert activation", 3 * inner, 0.0, 3 * inner),
         ModuleMemory("experts down", inner + copies, spread, spread + inner + copies, weights),
-        ModuleMemory("sum of experts", back, 0.0, 2 * back + moved + _moved(whole, shape)),
+        ModuleMemory("sum of experts", back, 0.0, 2 * back + moved + _moved(whole, shape), rows=back),
         *shared,
         ModuleMemory("shared gate", gated, 0.0, 2 * gated),
     ]
@@ -366,6 +368,11 @@ def saved_bytes(pieces: Sequence[ModuleMemory]) -> float:
 def kept_bytes(pieces: Sequence[ModuleMemory]) -> float:
     """Return the outputs of matrix products and attention, which selective checkpointing keeps."""
     return sum(piece.kept for piece in pieces)
+
+
+def expert_row_bytes(pieces: Sequence[ModuleMemory]) -> float:
+    """Return the rows that a block's shared experts get and give, which `memory.keep_expert_rows` keeps."""
+    return sum(piece.rows for piece in pieces)
 
 
 def backward_peak(pieces: Sequence[ModuleMemory], gradient_bytes: int) -> tuple[float, float]:
