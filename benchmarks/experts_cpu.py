@@ -114,8 +114,9 @@ def autoep(workload: Workload, directory: Path, rank: int, world: int) -> Step:
         "zero_optimization": {"stage": 2},
         "expert_parallel": {"enabled": True, "autoep_size": world, "preset_model": "qwen3_moe"},
     }
+    groups = [{**group, "name": str(number)} for number, group in enumerate(parameter_groups(model, workload))]
     engine, *_ = deepspeed.initialize(
-        model=model.train(), model_parameters=parameter_groups(model, workload), config=config, dist_init_required=False
+        model=model.train(), model_parameters=groups, config=config, dist_init_required=False
     )
     ids = token_ids(workload, 0).split(workload.batch // world)[rank]
 

@@ -47,6 +47,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.tensor_split import EXPERTS
 
 FP32 = 4
+ROUTE = 32  # bytes of a row's choice, its token, and its places before and behind the exchange, as routes keep them
 INDICES = 40  # bytes of a row's expert, its place before and behind the sorting by expert, and its weight
 
 
@@ -118,8 +119,8 @@ class ModuleMemory:
 
     saved: kept from forward to backward. normalised: of that, what the weight of an RMS norm needs. kept: what
     selective checkpointing keeps of its outputs. working: held besides at the worst moment of its backward.
-    parameters: elements whose gradients exist once its backward is done. rows: what it exchanges with ranks that share
-    experts, of `saved`.
+    parameters: elements whose gradients exist once its backward is done. routes, rows: of `saved`, where rows go to
+    experts that ranks share, and what of them is exchanged.
     """
 
     name: str
@@ -128,6 +129,7 @@ class ModuleMemory:
     working: float = 0.0
     parameters: float = 0.0
     normalised: float = 0.0
+    routes: float = 0.0
     rows: float = 0.0
 
 
@@ -324,7 +326,12 @@ def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -
     scores = float(FP32 * shape.tokens * kind.experts + INDICES * max(rows, sent))
     shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
     return [
-        ModuleMemory("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
+        ModuleMemory(
+            "router",
+            (0.0 if shared else row) + scores,
+            parameters=kind.experts * facts.hidden_size,
+            routes=float(is_shared * ROUTE * max(rows, sent)),
+        ),
         ModuleMemory("experts up", spread + 2 * copies, 2 * inner, into, 2 * weights, rows=spread),
         ModuleMemory("expert activation", 3 * inner, 0.0, 3 * inner),
         ModuleMemory("experts down", inner + copies, spread, spread + inner + copies, weights),
@@ -370,9 +377,9 @@ def kept_bytes(pieces: Sequence[ModuleMemory]) -> float:
     return sum(piece.kept for piece in pieces)
 
 
-def expert_row_bytes(pieces: Sequence[ModuleMemory]) -> float:
-    """Return the rows that a block's shared experts get and give, which `memory.keep_expert_rows` keeps."""
-    return sum(piece.rows for piece in pieces)
+def exchanged_bytes(pieces: Sequence[ModuleMemory], with_rows: bool) -> float:
+    """Return what a checkpointed block keeps of its shared experts: routes, and the rows that they get and give."""
+    return sum(piece.routes + with_rows * piece.rows for piece in pieces)
 
 
 def backward_peak(pieces: Sequence[ModuleMemory], gradient_bytes: int) -> tuple[float, float]:
