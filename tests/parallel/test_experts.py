@@ -197,11 +197,12 @@ def checkpointed(memory: dict[str, Any], levels: bool) -> tuple[list[Tensor], di
     return [output.detach(), hidden.grad, own.scale.grad], calls
 
 
+@pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("levels", [False, True], ids=["at once", "two levels"])
-def test_a_recomputation_routes_no_second_time(world_pool: WorldPool, levels: bool) -> None:
-    full = {"activation_checkpointing": "full"}
+def test_a_recomputation_routes_no_second_time(world_pool: WorldPool, levels: bool, policy: str) -> None:
+    memory = {"activation_checkpointing": policy}
     plain, again, kept = (
-        world_pool.run(4, checkpointed, memory, levels) for memory in ({}, full, {**full, "keep_expert_rows": True})
+        world_pool.run(4, checkpointed, each, levels) for each in ({}, memory, {**memory, "keep_expert_rows": True})
     )
     for (expected, once), (results, twice), (of_kept, not_again) in zip(plain, again, kept, strict=True):
         assert all(map(torch.equal, expected, results)) and all(map(torch.equal, expected, of_kept))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise._torch_compat.autograd import version_of
+from shardwise._torch_compat.tracing import dispatch_modes_off, is_fake
 from shardwise.errors import ModelError
 
 
@@ -81,7 +82,9 @@ class CheckpointedCalls:
 
 def _take(name: str, experts: Tensor, calls: dict[str, Iterator[tuple[Tensor, Any]]]) -> Any:
     chosen, routes = next(calls[name])
-    if not torch.equal(chosen, experts):
+    with dispatch_modes_off():  # selective checkpointing takes no operation that the forward has not called
+        differs = not is_fake(experts) and not torch.equal(chosen, experts)
+    if differs:
         raise ModelError(
             f"{name}: tokens chose other experts when their block was computed again for backward, so the gradient "
             "would be of another forward. Let the router be deterministic, or use memory.activation_checkpointing none"
