@@ -166,7 +166,7 @@ def _contenders(tokens: int) -> dict[str, Callable[[], Any]]:
     return {
         "shardwise": lambda: shared["shardwise"].run(hidden, chosen, weights),
         "gloo": lambda: shared["gloo"].run(hidden, chosen, weights),
-        "network": lambda: exchange.run(rows),
+        "network": lambda: exchange.exchange(rows),
     }
 
 

@@ -105,6 +105,7 @@ def autoep(workload: Workload, directory: Path, rank: int, world: int) -> Step:
     from transformers import AutoModelForCausalLM
 
     deepspeed.init_distributed(dist_backend="gloo")
+    _let_registry_take_names()
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
     config = {
         "train_micro_batch_size_per_gpu": workload.batch // world,
@@ -113,8 +114,9 @@ def autoep(workload: Workload, directory: Path, rank: int, world: int) -> Step:
         "zero_optimization": {"stage": 2},
         "expert_parallel": {"enabled": True, "autoep_size": world, "preset_model": "qwen3_moe"},
     }
+    groups = [{**group, "name": str(number)} for number, group in enumerate(parameter_groups(model, workload))]
     engine, *_ = deepspeed.initialize(
-        model=model.train(), model_parameters=parameter_groups(model, workload), config=config, dist_init_required=False
+        model=model.train(), model_parameters=groups, config=config, dist_init_required=False
     )
     ids = token_ids(workload, 0).split(workload.batch // world)[rank]
 
@@ -125,6 +127,18 @@ def autoep(workload: Workload, directory: Path, rank: int, world: int) -> Step:
         return loss
 
     return step
+
+
+def _let_registry_take_names() -> None:
+    """Let the registry of recorded outputs take classes' names: deepspeed 0.19 gives them, transformers 5.24 models."""
+    from transformers.utils import output_capturing
+
+    def name_of(key: Any) -> str:
+        return key if isinstance(key, str) else str(key.__class__)
+
+    registry: Any = type(output_capturing._CAN_RECORD_REGISTRY)
+    registry.get = lambda self, key, default=None: dict.get(self, name_of(key), default) or default or {}
+    registry.__setitem__ = lambda self, key, outputs: dict.__setitem__(self, name_of(key), outputs)
 
 
 def _optimizer(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -12,11 +14,15 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from shardwise.collectives.experts import Arriving, RowExchange
+from shardwise.collectives.experts import Arriving, RowExchange, exchange_counts
+from shardwise.errors import ModelError
+from shardwise.job.schema import MemorySection
 from shardwise.kernels.experts import SortedExperts
-from shardwise.parallel import experts_by_host
+from shardwise.parallel import experts_at_once, experts_by_host
 from shardwise.parallel.experts import SharedExperts
+from shardwise.parallel.kept_routes import CheckpointedCalls, KeptRows, routes_of
 from shardwise.parallel.layout import ExpertLevels
+from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing
 from shardwise.testing.world import WorldPool
 
 EXPERTS, HIDDEN = 4, 6
@@ -102,11 +108,11 @@ def at_once_and_by_hosts(routes: list[list[list[int]]]) -> tuple[list[list[Tenso
     cross, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     sent = 0
 
-    def counted(exchange: RowExchange, rows: Tensor) -> Arriving:
+    def counted(exchange: RowExchange, rows: Tensor, taken: Tensor | None = None) -> Arriving:
         nonlocal sent
         if exchange.group is cross and rows.shape[1] == HIDDEN:
             sent += exchange.sent[1 - rank // 2]
-        return start(exchange, rows)
+        return start(exchange, rows, taken)
 
     start = RowExchange.start
     answers = []
@@ -142,6 +148,88 @@ def test_a_token_crosses_once_to_a_host_and_gives_the_bits_of_one_exchange(
         here = {4, 5, 6, 7} if rank >= 2 else {0, 1, 2, 3}
         returning = sum(bool(here & set(token)) for token in OF_HOSTS[peer])
         assert sent == 2 * (crossing + returning), "there and back, forward and backward"
+
+
+# --- checkpointed
+
+
+class Routed(nn.Module):
+    """A block that sends its tokens to shared experts, the weights of which come from the tokens."""
+
+    def __init__(self, experts: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.experts, self.calls = experts, 0
+
+    def forward(self, hidden: Tensor, index: Tensor) -> Tensor:
+        return hidden + self.experts(hidden.sin(), index, hidden[:, :3].cos())
+
+
+def checkpointed(memory: dict[str, Any], levels: bool) -> tuple[list[Tensor], dict[str, int]]:
+    """Return output and gradients of a block of shared experts, and how often ranks have exchanged what."""
+    rank, everyone, calls = dist.get_rank(), dist.group.WORLD, dict.fromkeys(("numbers", "rows"), 0)
+    assert everyone is not None
+    local, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    cross, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    own = ScaledRows(2 * rank, 2)
+    groups = ExpertLevels(everyone, local, cross) if levels else ExpertLevels(everyone)
+    block = Routed(SharedExperts("experts", SortedExperts(own, own.forward), 8, groups).run)
+    if memory:
+        apply_activation_checkpointing([[block]], MemorySection(**memory), None)
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(len(OF_HOSTS[rank]), HIDDEN, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def counted(what: str, function: Callable[..., Any]) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            calls[what] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    with ExitStack() as stack:
+        for where in (experts_at_once, experts_by_host):
+            stack.enter_context(mock.patch.object(where, "exchange_counts", counted("numbers", exchange_counts)))
+        for name in ("exchange", "start"):
+            counting = counted("rows", getattr(RowExchange, name))
+            stack.enter_context(mock.patch.object(RowExchange, name, counting))
+        output = block(hidden, torch.tensor(OF_HOSTS[rank], dtype=torch.int64).view(-1, 3))
+        output.square().sum().backward()
+    assert hidden.grad is not None and own.scale.grad is not None
+    return [output.detach(), hidden.grad, own.scale.grad], calls
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("levels", [False, True], ids=["at once", "two levels"])
+def test_a_recomputation_routes_no_second_time(world_pool: WorldPool, levels: bool, policy: str) -> None:
+    memory = {"activation_checkpointing": policy}
+    plain, again, kept = (
+        world_pool.run(4, checkpointed, each, levels) for each in ({}, memory, {**memory, "keep_expert_rows": True})
+    )
+    for (expected, once), (results, twice), (of_kept, not_again) in zip(plain, again, kept, strict=True):
+        assert all(map(torch.equal, expected, results)) and all(map(torch.equal, expected, of_kept))
+        assert once["numbers"] == twice["numbers"] == not_again["numbers"] == (2 if levels else 1)
+        assert once["rows"] == not_again["rows"] < twice["rows"]
+        assert levels or (once["rows"], twice["rows"]) == (4, 6)
+
+
+def test_other_choices_in_a_recomputation_are_refused() -> None:
+    calls, chosen = CheckpointedCalls(keeps_rows=False), torch.tensor([[0, 1]])
+    with calls.made():
+        assert routes_of("experts", chosen, lambda kept: "there") == "there"
+    for _ in range(2):  # a block may be computed again for a gradient of its own
+        with calls.again():
+            assert routes_of("experts", chosen.clone(), lambda kept: "elsewhere") == "there"
+    with calls.again(), pytest.raises(ModelError, match="tokens chose other experts when their block was computed"):
+        routes_of("experts", chosen.flip(1), lambda kept: "elsewhere")
+    assert routes_of("experts", chosen, lambda kept: "elsewhere") == "elsewhere"
+
+
+def test_kept_rows_that_experts_write_are_refused() -> None:
+    kept, rows = KeptRows(keeps=True), torch.zeros(2)
+    assert kept.result("rows", lambda: rows) is rows
+    assert torch.equal(kept.result("rows", lambda: torch.ones(2)), torch.zeros(2))
+    rows.add_(1)
+    with pytest.raises(ModelError, match="the experts write their rows in place"):
+        kept.result("rows", lambda: rows)
 
 
 @pytest.mark.parametrize("name", ROUTES)

@@ -27,6 +27,7 @@ EAGER = {"experts_implementation": "eager"}  # grouped products do not compute i
 
 GROUPED = {"experts_implementation": "grouped_mm"}
 FULL = {"activation_checkpointing": "full"}
+ROWS = {**FULL, "keep_expert_rows": True}
 
 QUICK = [
     ("mixtral", 2, {"parallel": EXPERT}),
@@ -46,6 +47,11 @@ SLOW = [
     ("qwen3_moe", 4, {"parallel": {**EXPERT, **PIPELINE, "pipeline": "zero_bubble"}}),
     ("qwen3_moe", 4, {"parallel": FOUR, "memory": {"activation_checkpointing": "selective"}}),
     ("qwen3_moe", 2, {"parallel": EXPERT, "memory": FULL}),
+    ("qwen3_moe", 2, {"parallel": EXPERT, "memory": ROWS, "config": {"attention_dropout": 0.2}}),
+    ("mixtral", 4, {"parallel": FOUR, "memory": FULL, "config": NOISE}),
+    ("mixtral", 4, {"parallel": {**EXPERT, **TENSOR}, "memory": ROWS, "config": NOISE}),
+    ("qwen3_moe", 4, {"parallel": FOUR, "memory": {**ROWS, "activation_checkpointing": "selective"}}),
+    ("qwen3_moe", 4, {"parallel": {**EXPERT, **PIPELINE}, "memory": {**ROWS, "checkpoint_strategy": "contiguous"}}),
     ("mixtral", 2, {"parallel": EXPERT, "memory": {"offload_parameters": True}}),
     ("mixtral", 4, {"parallel": EXPERT, "config": NOISE}),
     ("qwen3_moe", 2, {"parallel": EXPERT, "precision": {"compute": "bf16"}}),

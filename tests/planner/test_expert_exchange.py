@@ -58,6 +58,15 @@ def test_an_exchange_costs_more_between_nodes_and_with_uneven_loads() -> None:
     assert even < seconds[2] < 1.21 * even
 
 
+def test_kept_rows_are_not_exchanged_again() -> None:
+    sharing = configured(expert=16)
+    once, twice, kept = (
+        block_traffic(replace(sharing, checkpointing=policy, keeps_expert_rows=keeps))["expert"]
+        for policy, keeps in (("none", False), ("full", False), ("full", True))
+    )
+    assert once == kept < twice < 1.5 * once, "two of six exchanges of rows; numbers are exchanged once"
+
+
 def test_each_stack_of_a_block_has_an_exchange_of_its_own() -> None:
     """JetMoE routes its attention too: of both, rows go to one stack of experts and to another."""
     shapes = {}

@@ -385,6 +385,7 @@ SHARED_QWEN = {
 OVER_RANKS = [
     (2, SHARED_MIXTRAL, {"expert_parallel_degree": 2}, "none"),
     (2, SHARED_MIXTRAL, {"expert_parallel_degree": 2}, "full"),
+    (2, SHARED_MIXTRAL, {"expert_parallel_degree": 2}, "full and rows"),
     (2, SHARED_QWEN, {"expert_parallel_degree": 2}, "none"),
     (4, SHARED_MIXTRAL, {"expert_parallel_degree": 2}, "none"),
     (4, SHARED_MIXTRAL, {"expert_parallel_degree": 4}, "none"),
@@ -405,7 +406,7 @@ def test_peak_of_experts_that_ranks_share(
     data = ranks // math.prod(parallel.get(f"{axis}_parallel_degree", 1) for axis in ("pipeline", "tensor"))
     count = 2 if "pipeline_parallel_degree" in parallel else 1
     training = {"microbatch_size": 4, "gradient_accumulation": count, "sequences_per_step": 4 * count * data}
-    memory = {"activation_checkpointing": policy}
+    memory = {"activation_checkpointing": policy.split()[0], "keep_expert_rows": policy.endswith("rows")}
     check(world_pool, ranks, config=config, parallel=parallel, memory=memory, training=training)
 
 

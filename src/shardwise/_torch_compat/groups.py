@@ -39,6 +39,12 @@ def reduce_scatter_base(group: dist.ProcessGroup, output: Tensor, whole: Tensor,
     return group._reduce_scatter_base(output, whole, *options)
 
 
+def row_engine(group: dist.ProcessGroup, rows: Tensor) -> Any:
+    """Return the engine of a group that exchanges `rows` from where they lie; None where others move them."""
+    backend = group._get_backend(rows.device) if rows.device.type == "cpu" else None
+    return backend if hasattr(backend, "exchange_rows") else None
+
+
 def flight_record() -> dict[str, Any]:
     """Return what NCCL's flight recorder has of this process; empty where torch has no NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)

@@ -1,17 +1,19 @@
-"""The autograd collective of expert parallelism: rows exchanged among ranks in numbers that differ by pair of ranks.
+"""The collective of expert parallelism: rows exchanged among ranks in numbers that differ by pair of ranks.
 
-Backward sends each row's gradient the way back. A rank that gets or sends no row takes part all the same.
+A rank that gets or sends no row takes part all the same. The engine takes rows from where they lie, and puts them where
+they go, without a copy of them in between. Nothing here is autograd's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_compat.groups import row_engine
 from shardwise.collectives.names import CollectiveName, NamedWork
 
 
@@ -41,40 +43,45 @@ class RowExchange:
         """The exchange that brings every row back."""
         return RowExchange(self.group, self.name, self.received, self.sent)
 
-    def run(self, rows: Tensor) -> Tensor:
-        """Return the received rows [sum(received), ...] for `rows` [sum(sent), ...]; differentiable. Collective."""
-        exchanged: Tensor = _Exchange.apply(rows, self)
-        return exchanged
+    def exchange(
+        self, rows: Tensor, taken: Tensor | None = None, places: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the received rows. Collective.
 
-    def exchange(self, rows: Tensor) -> Tensor:
-        """Return the received rows, without autograd. Collective."""
-        received = self._room(rows)
-        with self.name:
-            dist.all_to_all_single(received, rows.contiguous(), self.received, self.sent, self.group)
-        return received
+        Args:
+            rows: those that are sent, or of which those `taken` are.
+            taken: [sum(sent)], numbers of rows.
+            places: [sum(received)], where the received rows go in `out`; in their order if it is left out.
+            out: that has more rows than come here; it is returned.
+        """
+        if out is None:
+            out = self._room(rows)
+        engine, rows = row_engine(self.group, rows), rows.contiguous()
+        if engine is not None:
+            with self.name:
+                engine.exchange_rows(out, places, self.received, rows, taken, self.sent, False).wait()
+            return out
+        if places is None:
+            return self._start(rows, taken, out).wait()
+        return out.index_copy_(0, places, self._start(rows, taken, self._room(rows)).wait())
 
-    def start(self, rows: Tensor) -> Arriving:
-        """Send `rows` while the caller goes on, without autograd. Collective."""
-        received = self._room(rows)
+    def start(self, rows: Tensor, taken: Tensor | None = None) -> Arriving:
+        """Send `rows`, or those `taken` of them, while the caller goes on. Collective."""
+        engine, rows, received = row_engine(self.group, rows), rows.contiguous(), self._room(rows)
+        if engine is None:
+            return self._start(rows, taken, received)
         with self.name:
-            work = dist.all_to_all_single(
-                received, rows.contiguous(), self.received, self.sent, self.group, async_op=True
-            )
+            work = engine.exchange_rows(received, None, self.received, rows, taken, self.sent, True)
+        return Arriving(received, NamedWork(self.name, work))
+
+    def _start(self, rows: Tensor, taken: Tensor | None, received: Tensor) -> Arriving:
+        sent = rows if taken is None else rows.index_select(0, taken)
+        with self.name:
+            work = dist.all_to_all_single(received, sent, self.received, self.sent, self.group, async_op=True)
         return Arriving(received, NamedWork(self.name, work))
 
     def _room(self, rows: Tensor) -> Tensor:
         return rows.new_empty(sum(self.received), *rows.shape[1:])
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.exchange(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.reversed.exchange(gradients[0]), None
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup, name: CollectiveName) -> Tensor:

@@ -275,6 +275,11 @@ class MemorySection(Section):
     checkpoint_strategy: str = Field(
         default="each", description="SMP's grouping: `each`, `contiguous` (all blocks as one), or `group_N` (N as one)."
     )
+    keep_expert_rows: bool = Field(
+        default=False,
+        description="Keep the rows that shared experts get and give, 2·k hidden states a token and layer: checkpointed "
+        "blocks then exchange none again. Routes are always kept.",
+    )
     offload_activations: bool = Field(
         default=False, description="Keep checkpointed activations in host memory between forward and backward."
     )

@@ -117,12 +117,6 @@ def select_rows(values: Tensor, places: Tensor) -> Tensor:
     return rows
 
 
-def permute_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return `rows` in another order, of which `inverse` is the way back; its gradient is a copy too."""
-    permuted: Tensor = _PermutedRows.apply(rows, order, inverse)
-    return permuted
-
-
 def sum_rows(rows: Tensor, places: Tensor, number: int, weights: Tensor | None = None) -> Tensor:
     """Return [number, H], in which each of `rows` [R, H] is added to row `places` [R], times its weight if it has one.
 
@@ -164,17 +158,6 @@ class _SelectedRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (places,), gradient = ctx.saved_tensors, gradients[0]
         return add_rows(blank_sums(gradient, ctx.number), in_wide_dtype(gradient), places).to(gradient.dtype), None
-
-
-class _PermutedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
 class _SummedRows(torch.autograd.Function):

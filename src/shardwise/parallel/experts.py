@@ -8,6 +8,8 @@ Between hosts a token goes once to each host that has some of its experts (exper
 
 Tensor ranks hold the same tokens, and each sends a part of them. With sequence parallelism they hold parts already.
 
+A checkpointed block routes once: its recomputation takes the forward's routes (kept_routes.py).
+
 Experts that are called in another way (`ExpertCall`) get rows that have one expert each, with weight 1.
 """
 
@@ -20,15 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives.experts import RowExchange, exchange_counts
-from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import SequenceRows, gather_whole_sequence, scatter_sequence
-from shardwise.kernels.experts import SortedExperts, permute_rows, select_rows, sum_rows
+from shardwise.kernels.experts import SortedExperts, select_rows, sum_rows
 from shardwise.model.experts import ExpertCall
-from shardwise.parallel.experts_by_host import HostRoutes, combine, dispatch
+from shardwise.parallel import experts_at_once, experts_by_host
+from shardwise.parallel.experts_at_once import FAKE, DirectRoutes
+from shardwise.parallel.experts_by_host import HostRoutes
+from shardwise.parallel.kept_routes import KeptRows, routes_of
 from shardwise.parallel.layout import ExpertLevels
-
-FAKE = "fake"  # the backend of a traced job
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class SharedExperts:
         """Run the experts of tokens that no other rank has."""
         levels = self.levels
         if levels.cross is None or levels.local is None or dist.get_backend(levels.all) == FAKE:
-            return self._run_among(levels.all, self.number, hidden_states, experts, weights)
+            return self._run_at_once(hidden_states, experts, weights)
         return self._run_by_host(levels.cross, levels.local, hidden_states, experts, weights)
 
     # --- between hosts
@@ -123,58 +124,23 @@ class SharedExperts:
     ) -> Tensor:
         """Send each token once to every host that has some of its experts; that host's ranks share them."""
         row_bytes = hidden_states.shape[1] * hidden_states.element_size()
-        routes = HostRoutes(self.name, cross, self.number, experts, row_bytes)
-        rows, weights_there = dispatch(routes, local, hidden_states, weights)
-        return combine(routes, self._compute_sorted(rows, routes.inside.counts), weights_there)
+
+        def make(kept: KeptRows) -> HostRoutes:
+            return HostRoutes(self.name, cross, self.number, experts, row_bytes, kept)
+
+        routes = routes_of(self.name, experts, make)
+        rows, weights_there = experts_by_host.dispatch(routes, local, hidden_states, weights)
+        return experts_by_host.combine(routes, self._compute_sorted(rows, routes.inside.counts), weights_there)
 
     # --- at once
 
-    def _run_among(
-        self, group: dist.ProcessGroup, number: int, hidden_states: Tensor, experts: Tensor, weights: Tensor
-    ) -> Tensor:
-        """Run those of the `number` experts of `group` that tokens go to; `number` itself stands for none of them."""
-        order = experts.flatten().argsort(stable=True)
-        if dist.get_backend(group) == FAKE:
-            exchange, counts = self._even_exchange(experts)
-        else:
-            exchange, counts = self._exchange(group, torch.bincount(experts.flatten(), minlength=number)[:number])
-        order = order[: sum(exchange.sent)]
-        token = order // experts.shape[1]
-        received = exchange.run(select_rows(hidden_states, token))
-        returned = exchange.reversed.run(self._compute(received, counts))
-        return sum_rows(returned, token, len(hidden_states), weights.flatten()[order])
-
-    def _exchange(self, group: dist.ProcessGroup, counts: Tensor) -> tuple[RowExchange, Tensor]:
-        """Return the exchange of sorted rows, and the [ranks, n] that each rank sends, of `counts` [ranks * n] here."""
-        name = CollectiveName(self.name, group_name(group), "all_to_all_single")
-        received = exchange_counts(counts, group, name)
-        sent = counts.view(group.size(), -1).sum(1)
-        sizes = torch.stack([sent, received.sum(1)]).tolist()  # the host waits for the device once
-        return RowExchange(group, name, *sizes), received
-
-    def _even_exchange(self, experts: Tensor) -> tuple[RowExchange, Tensor]:
-        """Return the exchange of a traced job, which knows no routes: each expert gets as many rows."""
-        group, rows = self.levels.all, experts.numel()
-        ranks = group.size()
-        sizes = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
-        counts = torch.full((ranks, self.number // ranks), rows // self.number, device=experts.device)
-        name = CollectiveName(self.name, group_name(group), "all_to_all_single")
-        return RowExchange(group, name, sizes, sizes), counts
-
-    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the outputs [R, H] of this rank's experts for `rows`, which come rank by rank, expert by expert.
-
-        Args:
-            rows: [R, H].
-            counts: [ranks, experts of this rank].
-        """
-        ranks, local = counts.shape
-        numbers = torch.arange(local, device=rows.device).repeat(ranks)
-        order = numbers.repeat_interleave(counts.flatten(), output_size=len(rows)).argsort(stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        outputs = self._compute_sorted(permute_rows(rows, order, inverse), counts.sum(0))
-        return permute_rows(outputs, inverse, order)
+    def _run_at_once(self, hidden_states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Send each token to the ranks of its experts, once an expert."""
+        group = self.levels.all
+        agree = DirectRoutes.even if dist.get_backend(group) == FAKE else DirectRoutes.of
+        routes = routes_of(self.name, experts, lambda kept: agree(self.name, group, self.number, experts, kept))
+        rows = experts_at_once.dispatch(routes, hidden_states)
+        return experts_at_once.combine(routes, self._compute_sorted(rows, routes.counts), weights)
 
     def _compute_sorted(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs [R, H] of this rank's experts for `rows` [R, H], of which each expert has `counts`.

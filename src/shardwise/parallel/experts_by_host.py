@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.collectives.experts import Arriving, RowExchange, exchange_counts
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.kernels.experts import add_rows, blank_sums, in_wide_dtype, select_rows
+from shardwise.parallel.kept_routes import KeptRows
 
 PARTS = 8  # of a rank's tokens, at most
 AHEAD = 3  # parts under way: more take memory, fewer leave the network idle while rows are copied
@@ -39,11 +40,22 @@ class HostRoutes:
         is_there: [n, k], which of the token's experts are on the host that the row goes to.
         numbers: [n, k], their numbers on that host; `of_host` for the others.
         inside: the ways inside of this host, known once `numbers` of all hosts have come.
+        weights_there: [n * k], of the rows that come from all hosts, known then too.
+        kept: what the exchanges gave, for a recomputation.
     """
 
     inside: InsideRoutes
+    weights_there: Tensor
 
-    def __init__(self, unit: str, cross: dist.ProcessGroup, number: int, experts: Tensor, row_bytes: int) -> None:
+    def __init__(
+        self,
+        unit: str,
+        cross: dist.ProcessGroup,
+        number: int,
+        experts: Tensor,
+        row_bytes: int,
+        kept: KeptRows,
+    ) -> None:
         """Agree on the numbers of rows. Collective over `cross`.
 
         Args:
@@ -52,7 +64,9 @@ class HostRoutes:
             number: experts of all hosts.
             experts: [T, k], numbers of the experts of each token.
             row_bytes: of a token.
+            kept: keeps what the exchanges give.
         """
+        self.kept, self._knows_inside = kept, False
         self.cross, self.hosts, self.of_host = cross, cross.size(), number // cross.size()
         self.name = CollectiveName(unit, group_name(cross), "all_to_all_single")
         self.tokens, device = len(experts), experts.device
@@ -88,7 +102,8 @@ class HostRoutes:
 
     def send(self, values: Tensor) -> Iterator[Tensor]:
         """Start to send rows of `values` [T, H], and return what comes from all hosts, part after part."""
-        starts = (self.part(part).start(values.index_select(0, self.token_of[part])) for part in range(self.rounds))
+        values = values.contiguous()
+        starts = (self.part(part).start(values, self.token_of[part]) for part in range(self.rounds))
         going = deque(islice(starts, AHEAD))
 
         def received() -> Iterator[Tensor]:
@@ -104,10 +119,22 @@ class HostRoutes:
         inside = self.inside
         rows = like.new_empty(inside.rows, like.shape[1])
         for part, places in enumerate(inside.places):
-            picked = next(coming, rows[:0]).index_select(0, inside.lines[part])
+            came, taken = next(coming, rows[:0]), inside.lines[part]
             if weighting is not None:
-                picked = weighting.of_gradient(part, inside.slots[part], picked)
-            rows.index_copy_(0, places, inside.exchange(part).exchange(picked))
+                came, taken = weighting.of_gradient(part, inside.slots[part], came.index_select(0, taken)), None
+            inside.exchange(part).exchange(came, taken, places, rows)
+        return rows
+
+    def dispatch(self, hidden: Tensor, weights: Tensor, local: dist.ProcessGroup) -> Tensor:
+        """Return the rows [R, H] of this rank's experts; the first time the ways inside of the host become known."""
+        if self._knows_inside:
+            return self.spread(self.send(hidden), hidden)
+        numbers = self.whole.start(self.numbers)
+        coming = self.send(hidden)
+        weights_there = self.whole.start(weights)
+        self.inside = InsideRoutes(self, numbers.wait(), local)
+        rows = self.spread(coming, hidden)
+        self.weights_there, self._knows_inside = weights_there.wait(), True
         return rows
 
     def combine(self, rows: Tensor, weighting: Weighting | None = None) -> Tensor:
@@ -119,7 +146,7 @@ class HostRoutes:
             add_rows(total, in_wide_dtype(arriving.wait()), self.token_of[part])
 
         for part, places in enumerate(inside.places):
-            returned = inside.exchange(part).reversed.exchange(rows.index_select(0, places))
+            returned = inside.exchange(part).reversed.exchange(rows, places)
             weighted = in_wide_dtype(returned) if weighting is None else weighting.of_rows(inside.slots[part], returned)
             if part >= self.rounds:
                 continue  # the host's other ranks have more parts
@@ -237,11 +264,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weights: Tensor, routes: HostRoutes, local: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         ctx.routes = routes
-        numbers = routes.whole.start(routes.numbers)
-        coming = routes.send(hidden)
-        weights_there = routes.whole.start(weights)
-        routes.inside = InsideRoutes(routes, numbers.wait(), local)
-        return routes.spread(coming, hidden), weights_there.wait()
+        rows = routes.kept.result("rows", lambda: routes.dispatch(hidden, weights, local))
+        return rows, routes.weights_there.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -255,9 +279,9 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, routes: HostRoutes) -> Tensor:
         weighting = Weighting(weights.flatten(), keep=any(ctx.needs_input_grad))
-        sums = routes.combine(outputs, weighting)
+        sums, *returned = routes.kept.results("sums", lambda: [routes.combine(outputs, weighting), *weighting.returned])
         ctx.routes = routes
-        ctx.save_for_backward(weights, *weighting.returned)
+        ctx.save_for_backward(weights, *returned)
         return sums
 
     @staticmethod

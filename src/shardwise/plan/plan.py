@@ -638,6 +638,10 @@ def _memory_notes(draft: Draft) -> Iterator[str]:
     if draft.world.device_type == "cpu":
         for key in changed(draft.job, *OFFLOADS):
             yield f"{key} saves nothing on a CPU, whose own memory is the host's; the copies are made."
+    if draft.parallel.expert_parallel_degree > 1 and draft.memory.activation_checkpointing != "none":
+        keeps = draft.memory.keep_expert_rows
+        how = "kept for backward, and exchanged once" if keeps else "exchanged again in backward; routes are kept"
+        yield f"memory.keep_expert_rows={str(keeps).lower()}: rows of checkpointed blocks' experts are {how}."
     if not draft.memory.offload_activations:
         for key in changed(draft.job, "memory.activation_loading_horizon"):
             yield f"{key}={lookup(draft.job, key)} does nothing without memory.offload_activations."

@@ -233,6 +233,21 @@ class Engine : public c10d::Backend {
     return enqueue(OpType::ALLTOALL, outputs, inputs, devices_of({&outputs, &inputs}), options, std::move(run));
   }
 
+  // An all-to-all of the rows at `from` of `input` to those at `to` of `output`; sizes are rows of each rank.
+  c10::intrusive_ptr<Work> exchange_rows(const Tensor& output, const std::optional<Tensor>& to, const std::vector<int64_t>& output_sizes,
+                                         const Tensor& input, const std::optional<Tensor>& from, const std::vector<int64_t>& input_sizes,
+                                         bool async) {
+    TORCH_CHECK(output.scalar_type() == input.scalar_type(), "shardwise engine: all_to_all needs one dtype");
+    const auto inputs = pieces_at(input, from, input_sizes, size_), outputs = pieces_at(output, to, output_sizes, size_);
+    const Call call = call_of(Kind::all_to_all, input, 0);
+    auto run = [&group = own_->group(), call, inputs, outputs, input, from, output, to](int64_t timeout) {
+      group.all_to_all(call, inputs, outputs, timeout);  // the tensors keep their memory
+    };
+    c10d::AllToAllOptions options;
+    options.asyncOp = async;
+    return enqueue(OpType::ALLTOALL_BASE, {output}, {input}, {}, options, std::move(run));
+  }
+
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override {
     const int64_t timeout = nanoseconds(options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout);
     ++calls_;
@@ -486,7 +501,8 @@ void leave_all(double seconds) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using shardwise::Engine;
   py::class_<Engine, c10d::Backend, c10::intrusive_ptr<Engine>>(m, "Engine")
-      .def_property_readonly("options", &Engine::getBackendOptions);
+      .def_property_readonly("options", &Engine::getBackendOptions)
+      .def("exchange_rows", &Engine::exchange_rows, py::call_guard<py::gil_scoped_release>());
   m.def("make", &shardwise::make, py::call_guard<py::gil_scoped_release>());
   m.def("obstacle", &shardwise::obstacle);
   m.def("set_label", &shardwise::set_label);

@@ -210,7 +210,7 @@ void Group::all_to_all_here(const std::vector<Piece>& inputs, const std::vector<
   for (uint64_t offset = 0; offset < most; offset += step) {
     for (int peer = 0; peer < room_.size; ++peer) {
       const uint64_t length = part(inputs[peer].bytes, offset);
-      if (peer != room_.rank && length) copy(mine() + peer * step, at(inputs[peer].data, offset), length);
+      if (peer != room_.rank && length) copy_out(mine() + peer * step, inputs[peer], offset, length);
     }
     meet();
     if (offset == 0) {
@@ -219,8 +219,12 @@ void Group::all_to_all_here(const std::vector<Piece>& inputs, const std::vector<
     }
     for (int peer = 0; peer < room_.size; ++peer) {
       const uint64_t length = part(outputs[peer].bytes, offset);
-      const bool own = peer == room_.rank;
-      if (length) put(at(outputs[peer].data, offset), own ? at(inputs[peer].data, offset) : theirs(peer) + room_.rank * step, length);
+      if (length == 0) continue;
+      if (peer == room_.rank) {
+        copy_across(put, outputs[peer], inputs[peer], offset, length);
+      } else {
+        copy_in(put, outputs[peer], offset, theirs(peer) + room_.rank * step, length);
+      }
     }
   }
 }

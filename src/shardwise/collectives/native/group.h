@@ -14,15 +14,10 @@
 #include <vector>
 
 #include "cores.h"
+#include "piece.h"
 #include "room.h"
-#include "stream.h"
 
 namespace shardwise {
-
-struct Piece {
-  void* data;
-  uint64_t bytes;
-};
 
 class Group {
  public:

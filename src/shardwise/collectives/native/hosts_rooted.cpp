@@ -41,12 +41,22 @@ void Hosts::scatter(Call call, const std::vector<const void*>& inputs, void* out
   });
 }
 
+namespace {
+
+std::vector<Wire::Span> spans_of(const Piece& piece) {
+  std::vector<Wire::Span> spans;
+  piece.runs(0, piece.bytes, [&](char* memory, uint64_t length) { spans.push_back({memory, length}); });
+  return spans;
+}
+
+}  // namespace
+
 void Hosts::all_to_all(Call call, const std::vector<Piece>& inputs, const std::vector<Piece>& outputs, int64_t timeout) {
   operate(call, timeout, [&] {
     greet(remote_, &inputs, &outputs);
     for (const int peer : remote_) {
-      wire_.receive(peer, outputs[peer].data, outputs[peer].bytes);
-      wire_.send(peer, inputs[peer].data, inputs[peer].bytes);
+      wire_.receive(peer, spans_of(outputs[peer]));
+      wire_.send(peer, spans_of(inputs[peer]));
     }
     std::vector<Piece> from, to;
     for (const int peer : locals()) from.push_back(inputs[peer]), to.push_back(outputs[peer]);

@@ -105,9 +105,12 @@ void broadcast(Group& group, int round, int rank, int ranks, uint64_t count) {
 void all_to_all(Group& group, int round, int rank, int ranks, uint64_t count) {
   std::vector<float> mine = input(round, rank, count * ranks), all(count * ranks);
   std::vector<Piece> from, to;
+  std::vector<int64_t> places(count);  // in every other round rows that are taken last first, and put back so
+  for (uint64_t i = 0; i < count; ++i) places[i] = static_cast<int64_t>(count - 1 - i);
+  const int64_t* const rows = round % 2 ? places.data() : nullptr;
   for (int peer = 0; peer < ranks; ++peer) {
-    from.push_back({mine.data() + peer * count, count * 4});
-    to.push_back({all.data() + peer * count, count * 4});
+    from.push_back({mine.data() + peer * count, count * 4, rows, 4});
+    to.push_back({all.data() + peer * count, count * 4, rows, 4});
   }
   group.all_to_all(call_of(Kind::all_to_all, 0), from, to, kPatience);
   for (uint64_t i = 0; i < all.size(); ++i) {

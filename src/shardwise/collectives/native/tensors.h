@@ -1,7 +1,9 @@
 // From torch's tensors and reductions to the engine's pointers and calls, with the checks that need torch.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -82,6 +84,24 @@ inline std::vector<Piece> pieces_of(const Tensor& whole, const std::vector<int64
     total += count;
   }
   TORCH_CHECK(total == rows, "shardwise engine: the splits of all_to_all add up to ", total, " of ", rows, " rows");
+  return pieces;
+}
+
+// The same of rows that lie at `places` of `whole`, in this order; of all its rows where there are no places.
+inline std::vector<Piece> pieces_at(const Tensor& whole, const std::optional<Tensor>& places, const std::vector<int64_t>& sizes, int ranks) {
+  TORCH_CHECK(whole.device().is_cpu() && is_plain(whole) && whole.dim() > 0, "shardwise engine: rows of a tensor on the CPU are expected");
+  if (!places) return pieces_of(whole, sizes, ranks);
+  TORCH_CHECK(places->device().is_cpu() && is_plain(*places) && places->scalar_type() == at::kLong && places->dim() == 1,
+              "shardwise engine: places of rows are a list of int64 on the CPU");
+  const int64_t* const first = places->const_data_ptr<int64_t>();
+  const auto outside = [&](int64_t place) { return place < 0 || place >= whole.size(0); };
+  TORCH_CHECK(std::none_of(first, first + places->numel(), outside), "shardwise engine: a place is none of ", whole.size(0), " rows");
+  std::vector<Piece> pieces = pieces_of(*places, sizes, ranks);  // of places, 8 bytes each
+  const uint64_t row = whole.size(0) == 0 ? 0 : whole.nbytes() / whole.size(0);
+  for (Piece& piece : pieces) {
+    const int64_t* const rows = static_cast<const int64_t*>(piece.data);
+    piece = {whole.data_ptr(), piece.bytes / sizeof *rows * row, rows, row};
+  }
   return pieces;
 }
 

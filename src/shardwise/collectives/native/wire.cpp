@@ -15,11 +15,57 @@ namespace {
 
 constexpr uint64_t kTurn = 1 << 20;  // bytes that one connection moves before another one has its turn
 constexpr uint64_t kWorthWaking = 64 << 10;
+constexpr size_t kSpans = 64;  // places of one system call
 constexpr uint64_t kFrameHead = offsetof(Frame, data);
 constexpr uint64_t kOwnKey = ~0ull;
 constexpr int64_t kFarewell = 5 * kNanoseconds;
 
 void set(int socket, int level, int option, int value) { setsockopt(socket, level, option, &value, sizeof value); }
+
+// Adds to what is posted; true where there was nothing before.
+bool post(std::deque<Wire::Span>& posted, uint64_t& position, const std::vector<Wire::Span>& spans) {
+  const bool idle = posted.empty();
+  for (const Wire::Span& span : spans) {
+    if (span.count == 0) continue;
+    posted.push_back(span);
+    position += span.count;
+  }
+  return idle && !posted.empty();
+}
+
+// How many bytes are posted, up to `most`.
+uint64_t up_to(uint64_t most, const std::deque<Wire::Span>& posted) {
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < posted.size() && bytes < most; ++i) bytes += posted[i].count;
+  return std::min(bytes, most);
+}
+
+// One call of `system` that moves what is posted first: up to a turn of it, from or to up to `kSpans` places.
+template <class System>
+Moved move_front(std::deque<Wire::Span>& posted, std::atomic<uint64_t>& position, uint64_t& total, bool& done, System system) {
+  iovec places[kSpans];
+  msghdr message{};
+  message.msg_iov = places;
+  uint64_t bytes = 0, count = 0;
+  for (; message.msg_iovlen < std::min(kSpans, posted.size()) && bytes < kTurn; ++message.msg_iovlen) {
+    const Wire::Span& span = posted[message.msg_iovlen];
+    places[message.msg_iovlen] = {span.bytes, std::min(span.count, kTurn - bytes)};
+    bytes += places[message.msg_iovlen].iov_len;
+  }
+  int error = 0;
+  const Moved moved = move(count, error, [&] { return system(message); });
+  total += count;
+  position.fetch_add(count, std::memory_order_release);
+  while (count != 0) {
+    Wire::Span& span = posted.front();
+    const uint64_t through = std::min(count, span.count);
+    span.bytes += through, span.count -= through, count -= through;
+    if (span.count != 0) break;
+    posted.pop_front();
+    done = true;
+  }
+  return moved;
+}
 
 }  // namespace
 
@@ -122,24 +168,18 @@ void Wire::arm(Link& link, int peer, Lane lane, uint32_t events) {
   link.armed[lane] = events;
 }
 
-uint64_t Wire::send(int peer, const void* bytes, uint64_t count) {
+uint64_t Wire::send(int peer, const std::vector<Span>& spans) {
   Link& each = link(peer);
   std::lock_guard<std::mutex> lock(each.mutex);
-  if (count == 0) return each.posted_out;
-  each.out.push_back({const_cast<char*>(static_cast<const char*>(bytes)), count});  // only read
-  each.posted_out += count;
-  if (each.out.size() == 1) push_data(each);
+  if (post(each.out, each.posted_out, spans)) push_data(each);
   arm(each, peer, data, (each.in.empty() ? 0u : EPOLLIN) | (each.out.empty() ? 0u : EPOLLOUT));
   return each.posted_out;
 }
 
-uint64_t Wire::receive(int peer, void* bytes, uint64_t count) {
+uint64_t Wire::receive(int peer, const std::vector<Span>& spans) {
   Link& each = link(peer);
   std::lock_guard<std::mutex> lock(each.mutex);
-  if (count == 0) return each.posted_in;
-  each.in.push_back({static_cast<char*>(bytes), count});
-  each.posted_in += count;
-  if (each.in.size() == 1) pull_data(each);
+  if (post(each.in, each.posted_in, spans)) pull_data(each);
   arm(each, peer, data, (each.in.empty() ? 0u : EPOLLIN) | (each.out.empty() ? 0u : EPOLLOUT));
   return each.posted_in;
 }
@@ -147,45 +187,29 @@ uint64_t Wire::receive(int peer, void* bytes, uint64_t count) {
 // True where something posted is through, or nothing ever will be.
 bool Wire::push_data(Link& link) {
   bool done = false;
+  const auto put = [&](const msghdr& message) { return ::sendmsg(link.sockets[data], &message, MSG_NOSIGNAL | MSG_DONTWAIT); };
   for (uint64_t total = 0; !link.out.empty() && total < kTurn && !link.data_closed.load();) {
-    Span& span = link.out.front();
-    uint64_t count = 0;
-    int error = 0;
-    const Moved moved = put(link.sockets[data], span.bytes, std::min(span.count, kTurn), count, error);
-    if (moved == Moved::ended) {
-      link.data_closed.store(true, std::memory_order_release);
-      return true;
-    }
+    const Moved moved = move_front(link.out, link.sent, total, done, put);
     if (moved == Moved::nothing) break;
-    span.bytes += count, span.count -= count, total += count;
-    link.sent.fetch_add(count, std::memory_order_release);
-    if (span.count != 0) continue;
-    link.out.pop_front();
-    done = true;
+    if (moved == Moved::some) continue;
+    link.data_closed.store(true, std::memory_order_release);
+    return true;
   }
   return done;
 }
 
 bool Wire::pull_data(Link& link) {
   bool done = false;
+  const auto take = [&](msghdr& message) { return ::recvmsg(link.sockets[data], &message, MSG_DONTWAIT); };
   for (uint64_t total = 0; !link.in.empty() && total < kTurn && link.sockets[data] >= 0;) {
-    Span& span = link.in.front();
-    uint64_t count = 0;
-    int error = 0;
-    const Moved moved = take(link.sockets[data], span.bytes, std::min(span.count, kTurn), count, error);
-    if (moved == Moved::ended) {
-      link.data_closed.store(true, std::memory_order_release);
-      return true;
-    }
+    const Moved moved = move_front(link.in, link.received, total, done, take);
     if (moved == Moved::nothing) break;
-    span.bytes += count, span.count -= count, total += count;
-    link.received.fetch_add(count, std::memory_order_release);
-    if (span.count != 0) continue;
-    link.in.pop_front();
-    done = true;
+    if (moved == Moved::some) continue;
+    link.data_closed.store(true, std::memory_order_release);
+    return true;
   }
   // To be woken for each packet would cost more than the packets.
-  const uint64_t worth_waking = link.in.empty() ? link.worth_waking : std::min(link.in.front().count, kWorthWaking);
+  const uint64_t worth_waking = link.in.empty() ? link.worth_waking : up_to(kWorthWaking, link.in);
   if (worth_waking != link.worth_waking) {
     set(link.sockets[data], SOL_SOCKET, SO_RCVLOWAT, static_cast<int>(worth_waking));
     link.worth_waking = worth_waking;

@@ -38,9 +38,17 @@ class Wire {
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
 
+  struct Span {
+    char* bytes;
+    uint64_t count;
+  };
+
   // Post bytes of the data connection. The memory must stay until the position returned has been passed.
-  uint64_t send(int peer, const void* bytes, uint64_t count);
-  uint64_t receive(int peer, void* bytes, uint64_t count);
+  uint64_t send(int peer, const void* bytes, uint64_t count) { return send(peer, {{/* only read */ const_cast<char*>(static_cast<const char*>(bytes)), count}}); }
+  uint64_t receive(int peer, void* bytes, uint64_t count) { return receive(peer, {{static_cast<char*>(bytes), count}}); }
+  // The same of bytes that lie in several places, and are one after the other on the connection.
+  uint64_t send(int peer, const std::vector<Span>& spans);
+  uint64_t receive(int peer, const std::vector<Span>& spans);
   uint64_t sent(int peer) const { return link(peer).sent.load(std::memory_order_acquire); }
   uint64_t received(int peer) const { return link(peer).received.load(std::memory_order_acquire); }
   uint64_t posted_out(int peer) const { return link(peer).posted_out; }
@@ -69,10 +77,6 @@ class Wire {
 
  private:
   enum State : uint32_t { there, left, died, unreachable };
-  struct Span {
-    char* bytes;
-    uint64_t count;
-  };
   struct Link {
     mutable std::mutex mutex;
     Sockets sockets{{-1, -1, -1}};

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,19 @@ from shardwise.kernels.dropout import active_scope, dropout_scope
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
+from shardwise.parallel.kept_routes import CheckpointedCalls
 from shardwise.parallel.recomputation import Arguments, BlockState, GivenArguments
 from shardwise.plan.plan import Plan
 
 # Outputs that `selective` keeps; everything else is cheap to compute again.
 KEPT = list(PRODUCT_OPERATORS)
+
+
+class _Keeps(NamedTuple):
+    """What is kept beside a checkpoint's input: outputs of products and attention, rows of shared experts."""
+
+    products: bool
+    expert_rows: bool
 
 
 class ActivationCheckpointing(Transform):
@@ -49,9 +57,9 @@ def apply_activation_checkpointing(
     groups: list[list[nn.Module]], memory: MemorySection, offload: ActivationOffload | None
 ) -> None:
     """Checkpoint every `memory.checkpoint_every`-th of `groups`, in place."""
-    selective = memory.activation_checkpointing == "selective"
+    keeps = _Keeps(memory.activation_checkpointing == "selective", memory.keep_expert_rows)
     for blocks in groups[:: memory.checkpoint_every]:
-        group = _BlockGroup(blocks, selective, offload)
+        group = _BlockGroup(blocks, keeps, offload)
         blocks[0].forward = group.run_all  # type: ignore[method-assign]
         for block in blocks[1:]:
             block.forward = group.hand_through  # type: ignore[method-assign]
@@ -60,9 +68,9 @@ def apply_activation_checkpointing(
 class _BlockGroup:
     """Consecutive blocks under one checkpoint. The first one's call computes all of them."""
 
-    def __init__(self, blocks: list[nn.Module], selective: bool, offload: ActivationOffload | None) -> None:
+    def __init__(self, blocks: list[nn.Module], keeps: _Keeps, offload: ActivationOffload | None) -> None:
         self.forwards = [block.forward for block in blocks]
-        self.run = _checkpointed(self._chain, blocks, selective, offload)
+        self.run = _checkpointed(self._chain, blocks, keeps, offload)
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self.output: Any = None
         self.waiting = 0  # followers that have not handed the result through yet
@@ -114,7 +122,7 @@ def _same_call(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], blocks: Sequence[nn.Module], selective: bool, offload: ActivationOffload | None
+    forward: Callable[..., Any], blocks: Sequence[nn.Module], keeps: _Keeps, offload: ActivationOffload | None
 ) -> Callable[..., Any]:
     state = BlockState(blocks)
 
@@ -134,7 +142,7 @@ def _checkpointed(
             return forward(*args, **kwargs)
 
         with offload.checkpoint_input() if offload else nullcontext():
-            contexts = partial(_contexts, selective, partial(state.as_found, before))
+            contexts = partial(_contexts, keeps, partial(state.as_found, before))
             output = checkpoint(call, hidden, use_reentrant=False, context_fn=contexts)
         state.learn(before)
         given.check_not_written(blocks[0])
@@ -158,19 +166,23 @@ def _with_argument(call: Arguments, key: int | str | None, value: Any) -> Argume
 
 
 def _contexts(
-    selective: bool, as_found: Callable[[], AbstractContextManager[None]]
+    keeps: _Keeps, as_found: Callable[[], AbstractContextManager[None]]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of forward and of recomputation: which outputs are kept; dropout and state are this forward's."""
+    """Contexts of forward and of recomputation: what is kept; dropout, routes and state are this forward's."""
     scope = active_scope()
     of_forward = scope.snapshot() if scope else None
-    forward, recompute = create_selective_checkpoint_contexts(KEPT) if selective else (nullcontext(), nullcontext())
+    forward, recompute = (
+        create_selective_checkpoint_contexts(KEPT) if keeps.products else (nullcontext(), nullcontext())
+    )
+    calls = CheckpointedCalls(keeps.expert_rows)
 
     def again() -> Iterator[AbstractContextManager[Any]]:
         yield recompute
+        yield calls.again()
         yield dropout_scope(of_forward.snapshot() if of_forward else None)
         yield as_found()
 
-    return forward, _MadeAnew(again)
+    return _MadeAnew(lambda: (forward, calls.made())), _MadeAnew(again)
 
 
 class _MadeAnew:

@@ -37,6 +37,11 @@ RULES: tuple[Rule, ...] = (
           f"set {CHECKPOINTING} to full or selective"),
     idle("checkpoint-strategy", STRATEGY, "no activation is checkpointed", no_checkpointing,
           f"set {CHECKPOINTING} to full or selective"),
+    Rule("keep-expert-rows", ("memory.keep_expert_rows", CHECKPOINTING, "parallel.expert_parallel_degree"),
+         "rows are kept of experts that ranks share, for the recomputation of checkpointed blocks",
+         lambda d: d.memory.keep_expert_rows
+         and (no_checkpointing(d) or d.parallel.expert_parallel_degree == 1),
+         fix=f"leave it out, or set {CHECKPOINTING} to full and expert_parallel_degree to 2 or more"),
     Rule("checkpoint-strategy-name", (STRATEGY,), "has to be each, contiguous or group_N", _nameless_strategy,
          fix="use each, contiguous or group_N with N from 1, e.g. group_2"),
     Rule("checkpoint-grouping", ("memory.checkpoint_every", STRATEGY),

@@ -47,6 +47,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.tensor_split import EXPERTS
 
 FP32 = 4
+ROUTE = 32  # bytes of a row's choice, its token, and its places before and behind the exchange, as routes keep them
 INDICES = 40  # bytes of a row's expert, its place before and behind the sorting by expert, and its weight
 
 
@@ -118,7 +119,8 @@ class ModuleMemory:
 
     saved: kept from forward to backward. normalised: of that, what the weight of an RMS norm needs. kept: what
     selective checkpointing keeps of its outputs. working: held besides at the worst moment of its backward.
-    parameters: elements whose gradients exist once its backward is done.
+    parameters: elements whose gradients exist once its backward is done. routes, rows: of `saved`, where rows go to
+    experts that ranks share, and what of them is exchanged.
     """
 
     name: str
@@ -127,6 +129,8 @@ class ModuleMemory:
     working: float = 0.0
     parameters: float = 0.0
     normalised: float = 0.0
+    routes: float = 0.0
+    rows: float = 0.0
 
 
 def _shapes_of_block(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
@@ -322,11 +326,16 @@ def _expert_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -
     scores = float(FP32 * shape.tokens * kind.experts + INDICES * max(rows, sent))
     shared = _mlp_pieces(facts, kind, shape, kind.shared_features) if kind.shared_features else []
     return [
-        ModuleMemory("router", (0.0 if shared else row) + scores, parameters=kind.experts * facts.hidden_size),
-        ModuleMemory("experts up", spread + 2 * copies, 2 * inner, into, 2 * weights),
+        ModuleMemory(
+            "router",
+            (0.0 if shared else row) + scores,
+            parameters=kind.experts * facts.hidden_size,
+            routes=float(is_shared * ROUTE * max(rows, sent)),
+        ),
+        ModuleMemory("experts up", spread + 2 * copies, 2 * inner, into, 2 * weights, rows=spread),
         ModuleMemory("expert activation", 3 * inner, 0.0, 3 * inner),
         ModuleMemory("experts down", inner + copies, spread, spread + inner + copies, weights),
-        ModuleMemory("sum of experts", back, 0.0, 2 * back + moved + _moved(whole, shape)),
+        ModuleMemory("sum of experts", back, 0.0, 2 * back + moved + _moved(whole, shape), rows=back),
         *shared,
         ModuleMemory("shared gate", gated, 0.0, 2 * gated),
     ]
@@ -366,6 +375,11 @@ def saved_bytes(pieces: Sequence[ModuleMemory]) -> float:
 def kept_bytes(pieces: Sequence[ModuleMemory]) -> float:
     """Return the outputs of matrix products and attention, which selective checkpointing keeps."""
     return sum(piece.kept for piece in pieces)
+
+
+def exchanged_bytes(pieces: Sequence[ModuleMemory], with_rows: bool) -> float:
+    """Return what a checkpointed block keeps of its shared experts: routes, and the rows that they get and give."""
+    return sum(piece.routes + with_rows * piece.rows for piece in pieces)
 
 
 def backward_peak(pieces: Sequence[ModuleMemory], gradient_bytes: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ in `shardwise.planner.formulas.layer`; the reduction of gradients between replic
 - pipeline: a hidden state each way a stage and microbatch; exposed.
 - expert: rows to their experts and back, each way, paced by the fullest rank (`imbalance`); a stack may hide a share
   (`Stack.expert_exposed`). Their numbers go ahead in an exchange of their own, which is exposed. With whole blocks
-  recomputed, the forward's two are made again.
+  recomputed, the forward's two are made again unless their rows are kept (`keeps_expert_rows`).
 """
 
 from __future__ import annotations
@@ -85,11 +85,12 @@ def _exchange(configuration: TrainingConfiguration) -> float:
     sharing, model = ExpertGroups.of(configuration).sharing, configuration.model
     rows = model.experts_of_token * tokens_of(configuration) / configuration.tensor
     size = configuration.imbalance * rows * model.hidden * BYTES[configuration.precision]
-    again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
+    recomputed = configuration.checkpointing == "full" and not configuration.keeps_expert_rows
+    again = configuration.checkpointed if recomputed else 0.0
     copies = model.experts_of_token if configuration.copies_on_nodes else 1
     rounds = (4 + 2 * again) * exchange_seconds(size, sharing, copies)
     rounds *= configuration.stack.expert_exposed
-    counts = (1 + again) * exchange_seconds(8.0 * model.experts, sharing)
+    counts = exchange_seconds(8.0 * model.experts, sharing)
     return model.expert_layers * model.expert_stacks * (rounds + counts)
 
 

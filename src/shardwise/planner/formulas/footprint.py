@@ -248,6 +248,8 @@ def _activations(configuration: TrainingConfiguration) -> tuple[float, float]:
         "half": _half(configuration, query, key_value, up, row) + row / t + between,
     }
     kept = kept_by_policy.get(configuration.checkpointing, whole)
+    if configuration.keeps_expert_rows:
+        kept += 2 * model.expert_layers * expert_rows(configuration) * model.hidden * size
     if configuration.checkpointing == "full" and configuration.offload_activations:
         kept = 0.0
     recomputed = (whole - kept) if fraction else 0.0

@@ -52,6 +52,7 @@ from shardwise.planner.formulas.activations import (
     LocalMicrobatch,
     ModuleMemory,
     backward_peak,
+    exchanged_bytes,
     kept_bytes,
     modules_of_block,
     of_trained,
@@ -432,6 +433,7 @@ class _Step:
             return blocks * self._saved
         selective = self.job.memory.activation_checkpointing == "selective"
         kept = blocks * self._kept if selective else 0.0
+        kept += blocks * exchanged_bytes(self.pieces, self.job.memory.keep_expert_rows)
         return kept + (0.0 if self.offloaded(index) else self.between)
 
     def recomputed(self, index: int) -> float:

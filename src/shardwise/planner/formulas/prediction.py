@@ -351,6 +351,7 @@ class TrainingConfiguration:
             `attention` (the attention core only, arXiv 2205.05198), `half` (as selective, and half of the products).
         gathers_float8: blocks' sharded parameters travel in a byte each.
         checkpointed: share of the blocks that checkpoint.
+        keeps_expert_rows: they keep what their experts get and give, and exchange none of it again.
         collectives: `nccl`, `flat`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
         scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
@@ -395,6 +396,7 @@ class TrainingConfiguration:
     gathers_float8: bool = False
     checkpointing: str = "none"
     checkpointed: float = 1.0
+    keeps_expert_rows: bool = False
     offload_activations: bool = False
     offload_parameters: bool = False
     offload_optimizer: float = 0.0

@@ -94,6 +94,7 @@ def memory_policy(candidate: Candidate) -> str:
     memory, parallel = candidate.job.memory, candidate.job.parallel
     words: list[str] = [memory.activation_checkpointing]
     words += [f"1 of {memory.checkpoint_every} blocks"] if memory.checkpoint_every > 1 else []
+    words += ["rows of experts kept"] if memory.keep_expert_rows else []
     words += ["activations offloaded"] if memory.offload_activations else []
     words += ["parameters offloaded"] if memory.offload_parameters else []
     share = float(memory.offload_optimizer)

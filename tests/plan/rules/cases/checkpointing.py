@@ -6,10 +6,18 @@ from typing import Any
 
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import World
+from tests.plan.rules.cases.expert import EXPERT, STACKS
 from tests.plan.rules.jobs import CPU4, FACTS, FLAT, FULL, OTHER_ARGUMENTS, case
 
 CASES = {
     "checkpointing-blocks": case({"memory": FULL}, {"memory": FULL}, "use none", CPU4, FLAT, FACTS),
+    "keep-expert-rows": case(
+        {"memory": {**FULL, "keep_expert_rows": True}},
+        {"memory": {**FULL, "keep_expert_rows": True}, **EXPERT},
+        "expert_parallel_degree to 2 or more",
+        CPU4,
+        STACKS,
+    ),
     "checkpoint-every": case(
         {"memory": {"checkpoint_every": 2}}, {"memory": {**FULL, "checkpoint_every": 2}}, "every=2"
     ),
@@ -43,5 +51,6 @@ CASES = {
 
 MORE: list[tuple[str, dict[str, Any], World, ModelFacts]] = [
     ("checkpoint-strategy-name", {"memory": {**FULL, "checkpoint_strategy": "group_x"}}, CPU4, FACTS),
+    ("keep-expert-rows", {"memory": {"keep_expert_rows": True}, **EXPERT}, CPU4, STACKS),
     ("checkpoint-arguments", {"memory": {**FULL, "checkpoint_strategy": "contiguous"}}, CPU4, OTHER_ARGUMENTS),
 ]
