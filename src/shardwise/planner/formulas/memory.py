@@ -16,7 +16,8 @@ tensor parallelism all are of the first, fullest, rank.
 FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
 parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
 Without a pipeline the last unit stays gathered from its forward to its backward.
-Each unit that is prefetched holds a flat buffer. After a unit's backward its parameters are freed, its gradients n_u·c
+Each unit that is prefetched holds a flat buffer. With replicas, what earlier microbatches' reductions have left waits
+in r bytes on the device for the last one's. After a unit's backward its parameters are freed, its gradients n_u·c
 are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s·r becomes the gradient shard; the input
 lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
 is no flat buffer. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
@@ -32,17 +33,16 @@ before gradients and reduction buffers of the same unit exist, which take more: 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
 from shardwise.job.axes import Axis
-from shardwise.job.devices import CPU
+from shardwise.job.devices import CPU, CUDA, kernels_of
 from shardwise.model.facts import ModelFacts
 from shardwise.model.packed_weights import packed_bytes
-from shardwise.plan.draft import group_size, in_flight
+from shardwise.plan.draft import in_flight
 from shardwise.plan.optimizer_offload import offloaded_parameters
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
@@ -57,16 +57,12 @@ from shardwise.planner.formulas.activations import (
     modules_of_block,
     of_trained,
     saved_bytes,
+    waiting_features,
 )
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.planner.formulas.prediction import IMBALANCE
-from shardwise.planner.formulas.shapes import (
-    expert_shards,
-    local_shapes,
-    optimizer_state_bytes,
-    split_backward_features,
-    weights_put_off,
-)
+from shardwise.planner.formulas.shapes import optimizer_state_bytes, weights_put_off
+from shardwise.planner.formulas.units import RankUnits, Unit
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 KEPT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a dtype by torch's name
@@ -107,28 +103,6 @@ def moments(
     return [*first, *_Step(plan, facts, kind, pipeline, imbalance).moments()]
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Parameters that are gathered together.
-
-    Attributes:
-        whole, shard: elements, padded; of all ranks and of one. Packed weights count in `whole` as elements of the
-            compute dtype that take their bytes.
-        blocks: that are in it.
-        trained, trained_shard: the same as the first two, of parameters that have gradients.
-        last: elements of the last tensor that has one.
-        alone: elements that have one and are on this rank alone, which FSDP2 leaves: in the shards, not in the whole.
-    """
-
-    whole: float
-    shard: float
-    blocks: int
-    trained: float
-    trained_shard: float
-    last: float
-    alone: float
-
-
 class _Step:
     """The formulas, for one plan and model; on a pipeline rank for the `first` backward of a step, or a later one."""
 
@@ -140,6 +114,7 @@ class _Step:
         self.stages = plan.stages_of(pipeline)  # none without a pipeline
         self.job = plan.job
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
+        self.sizes = RankUnits(plan, facts, pipeline, self.compute)
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
         self.ranks = plan.state_ranks
         self.fsdp = plan.needs_fsdp
@@ -150,69 +125,13 @@ class _Step:
         self.context, self.tensor = plan.degrees[Axis.CONTEXT], plan.degrees[Axis.TENSOR]
         self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
 
-    @cached_property
-    def units(self) -> list[_Unit]:
-        """The groups of blocks that are one unit of FSDP2, in forward order."""
-        return [self._unit(names) for part in self._groups for names in part]
+    @property
+    def units(self) -> list[Unit]:
+        return self.sizes.of_blocks
 
-    @cached_property
-    def _groups(self) -> list[list[tuple[str, ...]]]:
-        """The names of each unit's blocks, stage by stage."""
-        whole = tuple(block.name for block in self.facts.blocks)
-        strategy, groups = self.job.memory.checkpoint_strategy, []
-        for names in [self.plan.stages[stage] for stage in self.stages] or [whole]:
-            size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
-            groups.append([names[start : start + size] for start in range(0, len(names), max(1, size))])
-        return groups
-
-    @cached_property
-    def root(self) -> _Unit:
-        """Everything outside of the blocks."""
-        return self._sized(self._shapes[None], 0)
-
-    @cached_property
-    def _shapes(self) -> dict[str | None, dict[str, tuple[int, ...]]]:
-        """The shapes of each block's parameters on this rank, by name; under None, of those outside of the blocks."""
-        shapes: dict[str | None, dict[str, tuple[int, ...]]] = defaultdict(dict)
-        for name, shape in local_shapes(self.facts, self.plan, pipeline=self.pipeline).items():
-            shapes[self.facts.block_of.get(name)][name] = shape
-        return shapes
-
-    def _unit(self, names: Sequence[str]) -> _Unit:
-        return self._sized({key: shape for name in names for key, shape in self._shapes[name].items()}, len(names))
-
-    def _sized(self, shapes: Mapping[str, tuple[int, ...]], blocks: int) -> _Unit:
-        """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
-        trained = {name: shape for name, shape in shapes.items() if name not in self.facts.frozen}
-        last = math.prod(list(trained.values())[-1]) if trained else 0
-        (shard, whole), (trained_shard, trained_whole) = self._padded(shapes), self._padded(trained)
-        alone = sum(math.prod(shape) for name, shape in trained.items() if self._is_alone(name))
-        return _Unit(whole, shard, blocks, trained_whole, trained_shard, last, alone)
-
-    def _is_alone(self, name: str) -> bool:
-        return self.plan.leaves_experts and name in self.facts.expert_parameters
-
-    def _padded(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, float]:
-        """Return (elements of one rank, elements of all ranks that shard them, packed ones by their bytes)."""
-        shard, whole = 0, 0.0
-        for name, shape in shapes.items():
-            size = math.prod(self._part(name, shape))
-            shard += size
-            whole += 0 if self._is_alone(name) else size * self._shards(name) * self._packing(name)
-        return shard, whole
-
-    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of what one of the ranks that shard a parameter has of it, padded."""
-        return (math.ceil(shape[0] / self._shards(name)), *shape[1:]) if shape else shape
-
-    def _shards(self, name: str) -> int:
-        is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
-        return expert_shards(self.plan) if is_shared else self.ranks
-
-    def _packing(self, name: str) -> float:
-        """Return the bytes of a packed weight's elements as a share of those in the compute dtype; else 1."""
-        form = self.facts.packed.get(name)
-        return 1 if form is None else packed_bytes(form) / self.compute
+    @property
+    def root(self) -> Unit:
+        return self.sizes.root
 
     @cached_property
     def head(self) -> float:
@@ -231,6 +150,9 @@ class _Step:
         if not self.stages:
             return 1
         most = max(in_flight(self.job.parallel, count, self.pipeline) for count in self.plan.accumulations)
+        if self.job.parallel.pipeline == "dualpipev" and not self.first:
+            # Its one more forward comes once for each microbatch beyond the warm-up, the first time before gradients.
+            most -= self.plan.accumulation < 2 * self.plan.degrees[Axis.PIPELINE] - self.pipeline + 1
         return most if self.first else min(most, self.plan.accumulation * len(self.stages) - 1)
 
     @cached_property
@@ -247,8 +169,8 @@ class _Step:
     @cached_property
     def parameter_bytes(self) -> float:
         """Bytes of the parameters on this rank; frozen ones may be kept in a dtype of their own, or packed."""
-        shapes = [item for shapes in self._shapes.values() for item in shapes.items()]
-        return sum(self._padded({name: shape})[0] * self._element_bytes(name) for name, shape in shapes)
+        shapes = self.sizes.all_shapes.items()
+        return sum(self.sizes.padded({name: shape})[0] * self._element_bytes(name) for name, shape in shapes)
 
     def _element_bytes(self, name: str) -> float:
         form = self.facts.packed.get(name)
@@ -262,44 +184,53 @@ class _Step:
     @cached_property
     def optimizer_bytes(self) -> float:
         """Bytes of the optimizer's state on this rank."""
-        shapes = {name: shape for of_block in self._shapes.values() for name, shape in of_block.items()}
-        trained = {name: self._part(name, shape) for name, shape in shapes.items() if name not in self.facts.frozen}
+        shapes = self.sizes.all_shapes
+        trained = {
+            name: self.sizes.part(name, shape) for name, shape in shapes.items() if name not in self.facts.frozen
+        }
         return optimizer_state_bytes(self.plan, self.facts, trained)
 
     # --- what is held all the time
 
-    def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
-        """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
-        earlier = self.plan.accumulation > 1 and not self._waits and not self.first
-        done = self.trained if earlier else sum(unit.trained_shard for unit in reduced)
+    def base(self, moment: str, behind: Sequence[Unit] = (), reduces: bool = True) -> MemoryEstimate:
+        """Parameters, optimizer state, and gradients of the units that backward has left `behind`: their shards, if it
+        `reduces` them; with accumulation those of everything."""
+        done, partial = sum(unit.trained_shard for unit in behind) if reduces else 0, 0.0
+        if self.plan.accumulation > 1 and not self._waits and not self.first:
+            partial = (self.trained - done) * self.reduction if self._has_replicas else 0.0
+            done = done if self._has_replicas else self.trained
         state = MemoryEstimate(
             moment,
             parameters=self.parameter_bytes,
             gradients=done * self.master,
             optimizer=self.optimizer_bytes,
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,
-            unsharded_gradients=self._unreduced,
+            unsharded_gradients=self._heads + self._unreduced(behind),
             activations=self._always,
             reference=self.parameter_bytes * (self.plan.reference == "copy"),
             ema=self.trained * self.master * (self.job.training.ema_decay is not None),
         )
         away, copies = self._host_updates
         if not self.on_accelerator:
-            return replace(state, optimizer=state.optimizer + copies)
+            return replace(state, optimizer=state.optimizer + copies, gradients=state.gradients + partial)
         state = replace(state, host=self._pool + away + copies, optimizer=state.optimizer - away)
         if not self.job.memory.offload_parameters:
-            return state
+            return replace(state, gradients=state.gradients + partial)
         moved = state.parameters + state.gradients + state.optimizer + state.reference + state.ema
         host = state.host + moved
-        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, reference=0.0, ema=0.0, host=host)
+        return replace(state, parameters=0.0, gradients=partial, optimizer=0.0, reference=0.0, ema=0.0, host=host)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return self.fsdp and self.plan.degrees[Axis.REPLICA] > 1
 
     @cached_property
     def _host_updates(self) -> tuple[float, float]:
         """Bytes of optimizer state in host memory, and of the copies beside it (training/host_updates.py)."""
-        shapes = {name: shape for of_block in self._shapes.values() for name, shape in of_block.items()}
+        shapes = self.sizes.all_shapes
         names = [name for name in self.facts.parameter_shapes if name in shapes]
         chosen = offloaded_parameters(self.facts, names, float(self.job.memory.offload_optimizer))
-        parts = {name: self._part(name, shapes[name]) for name in chosen}
+        parts = {name: self.sizes.part(name, shapes[name]) for name in chosen}
         state = optimizer_state_bytes(self.plan, self.facts, parts)
         weights = self.master * sum(map(math.prod, parts.values()))
         return state, 2 * weights + state * self.plan.updates_in_backward
@@ -309,24 +240,55 @@ class _Step:
         """Return whether gradients are reduced once a step, at its end."""
         return self.plan.holds_whole and self.plan.accumulation > 1
 
-    @cached_property
-    def _unreduced(self) -> float:
-        whole = self.root.trained + sum(unit.trained + unit.alone for unit in self.units)
-        loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss  # a head's for each in flight
-        heads = (self.flights - 1) * self.head * self.loss if loss_made else 0.0
-        return heads + (whole * self.reduction if self._waits else 0.0)
+    @property
+    def _heads(self) -> float:
+        """A head's gradient for each microbatch in flight, made in its forward."""
+        loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss
+        return (self.flights - 1) * self.head * self.loss if loss_made else 0.0
+
+    def _unreduced(self, done: Sequence[Unit]) -> float:
+        """Gradients that wait for the end of a step: of what is `done`, behind the first backward of everything."""
+        units = done if self.first else [*self.units, self.root]
+        return sum(unit.trained + unit.alone for unit in units) * self.reduction if self._waits else 0.0
 
     @cached_property
     def _always(self) -> float:
-        """The mask, which all blocks share; on a CPU the pool of offloaded inputs; what other microbatches keep on a
-        pipeline stage, the stages' traffic, and what weight gradients wait with."""
+        """The mask, which all blocks share; on a CPU the pool of offloaded inputs; other microbatches and traffic."""
+        mask = self._mask * self.compute
+        return mask + (0.0 if self.on_accelerator else self._pool) + self._others + self._traffic
+
+    @cached_property
+    def _others(self) -> float:
+        """Bytes that other microbatches keep on a pipeline stage, with those of weight gradients that wait."""
         mask = self._mask * self.compute
         of_microbatch = self._kept_until[-1] / max(1, len(self.stages)) + mask
-        later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
+        later = self._put_off * sum(self._waiting) / max(1, len(self.stages))
         others = (self.flights - 1) * of_microbatch + later
         if self.plan.in_v:  # they wait when no forward comes any more: by then as many fewer are in flight
-            others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * of_microbatch)
-        return mask + (0.0 if self.on_accelerator else self._pool) + others + self._traffic
+            others = max(others - later, others - self._put_off * of_microbatch)
+        return others
+
+    @cached_property
+    def _put_off(self) -> int:
+        return weights_put_off(self.plan, self.pipeline)
+
+    @cached_property
+    def _waiting(self) -> list[float]:
+        """Bytes with which each unit's weight gradients wait; on the first stage, whose input needs no gradient, they
+        do not."""
+        if not self.plan.splits_backward:
+            return [0.0] * len(self.units)
+        units = ((stage, names) for stage, part in zip(self.stages, self.sizes.groups, strict=True) for names in part)
+        features = (
+            sum(waiting_features(self.facts, self.kind, self.sizes.shapes[name]) for name in names) if stage else 0
+            for stage, names in units
+        )
+        return [float(count * self.tokens * self.compute) for count in features]
+
+    def _waiting_after(self, index: int) -> float:
+        """Return what the units after `index` that are of its stage have left for their weight gradients."""
+        ends = accumulate(map(len, self.sizes.groups))
+        return sum(self._waiting[index + 1 : next(end for end in ends if end > index)])
 
     @cached_property
     def _mask(self) -> float:
@@ -408,7 +370,7 @@ class _Step:
         What a stage is sent has a gradient in any case.
         """
         names, trained, reached = iter(self.facts.parameter_shapes), False, list[bool]()
-        for part, blocks in ((part, unit) for part, units in enumerate(self._groups) for unit in units):
+        for part, blocks in ((part, unit) for part, units in enumerate(self.sizes.groups) for unit in units):
             inside = {name for name, block in self.facts.block_of.items() if block in blocks}
             for name in names:
                 trained = trained or name not in self.facts.frozen
@@ -445,7 +407,7 @@ class _Step:
 
     def kept_before(self, index: int) -> float:
         """Return what the units before `index` that are of its stage keep."""
-        starts = accumulate((len(part) for part in self._groups[:-1]), initial=0)
+        starts = accumulate((len(part) for part in self.sizes.groups[:-1]), initial=0)
         return self._kept_until[index] - self._kept_until[max(start for start in starts if start <= index)]
 
     @cached_property
@@ -455,8 +417,12 @@ class _Step:
     # --- moments
 
     def moments(self) -> Iterator[MemoryEstimate]:
+        for index in range(len(self.units))[-2:]:
+            yield self.in_forward(index)
         if self.has_head:
             yield self.at_loss()
+            if self.plan.chunked_loss:
+                yield self.at_head()
             if self.kind.rms_norm:
                 yield self.at_final_norm()
         for index in (index for index in reversed(range(len(self.units))) if self.reached[index]):
@@ -466,17 +432,33 @@ class _Step:
         yield self.in_root_reduction()
         yield replace(self.base("optimizer step", [*self.units, self.root]), gathered=0.0)
 
+    def in_forward(self, index: int) -> MemoryEstimate:
+        """The end of a unit's forward: its own flat buffer is still there, and those of the next are filled.
+
+        Experts that ranks share are gathered last, and nobody gathers them ahead: the rest's buffers take their turn.
+        """
+        size = self.base(f"forward of unit {index}")
+        ahead = self.job.parallel.prefetch_depth if self.plan.degrees[Axis.EXPERT] == 1 else 0
+        gathered = self.units[: index + 1] if self.keeps_gathered else self.units[index : index + 1]
+        flat = 0.0 if self.ranks == 1 else self._gathered(self.units[index : index + 1 + ahead])
+        return replace(
+            size,
+            gathered=size.gathered + self._gathered(gathered),
+            communication=0.0 if self._waits else flat,
+            activations=size.activations + self.kept_before(index) + self.kept(index),
+        )
+
     def at_loss(self) -> MemoryEstimate:
         """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
-        hidden states and head; hidden states before and after the final norm. Whole logits: log-softmax, its gradient
-        and that of the logits."""
+        hidden states and head; hidden states before and after the final norm. A share of the head's gradient is added
+        up in the loss dtype, on CUDA without being made first. Whole logits: log-softmax, its gradient and that of the
+        logits."""
         size, vocabulary = self.base("loss"), self.vocabulary
         kept = self.units if self.keeps_gathered else self.units[-1:] if self.plan.keeps_last_unit else []
-        cast = self.compute if self.compute != self.loss else 0
         if self.plan.chunked_loss:
-            rows = min(self.tokens, self.job.memory.loss_chunk_tokens)
+            rows, cast = min(self.tokens, self.job.memory.loss_chunk_tokens), self._cast
             logits = float(rows * vocabulary * (self.loss + cast))
-            gradients = self.head * (self.loss + cast)
+            gradients = self.head * (self.loss + (0 if kernels_of(self.plan.world.device_type) == CUDA else cast))
         else:
             logits, gradients = 3.0 * self.tokens * vocabulary * self.loss, 0.0
         return replace(
@@ -487,6 +469,17 @@ class _Step:
             working=self.row,
             logits=logits,
         )
+
+    @property
+    def _cast(self) -> int:
+        """Bytes of a number that is in the loss dtype and in the compute dtype, where they differ."""
+        return self.compute if self.compute != self.loss else 0
+
+    def at_head(self) -> MemoryEstimate:
+        """The backward of a chunked loss, which casts the head's gradient."""
+        size = self.at_loss()
+        gradients = self.base("").unsharded_gradients + self.head * (self.loss + self._cast)
+        return replace(size, moment="backward of the loss", logits=0.0, unsharded_gradients=gradients)
 
     def at_final_norm(self) -> MemoryEstimate:
         """The backward of the final norm, in fp32 on all positions: its input and five as large; the next gathered."""
@@ -503,17 +496,24 @@ class _Step:
 
     def in_backward(self, index: int) -> MemoryEstimate:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
-        size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
+        size = self.base(f"backward of unit {index}", self.units[index + 1 :], reduces=not self._waits)
+        unit = self.units[index]
         worst, gradients = self._backward
         if self.facts.frozen:  # what the modules' own weights would have is not there
             gradients = min(gradients, (unit.trained + unit.alone) * self.compute)
-        waiting = self.units[index + 1].trained * self.reduction if index + 1 < len(self.units) else 0.0
+        if self._waiting[index]:  # weight gradients come later
+            gradients = 0.0
+        gathered = self.units[: index + 1] if self.keeps_gathered else [unit]
+        reduced = [] if self._waits else self.units[index + 1 : index + 2]
         return replace(
             size,
-            gathered=size.gathered + self._gathered(self.units[: index + 1] if self.keeps_gathered else [unit]),
-            communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
+            gathered=size.gathered + self._gathered(self.units if self._waits else gathered),
+            communication=self._prefetched(index) + self.fsdp * sum(one.trained for one in reduced) * self.reduction,
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
-            activations=size.activations + self.kept_before(index) + self.recomputed(index),
+            activations=size.activations
+            + self.kept_before(index)
+            + self.recomputed(index)
+            + self._waiting_after(index),
             working=worst - self._saved + self.between,
         )
 
@@ -526,9 +526,14 @@ class _Step:
             gathered=size.gathered + (self._gathered(self.units[:index]) if self.keeps_gathered else 0.0),
             communication=self._prefetched(index) + buffers,
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + own + unit.alone * self.compute,
-            activations=size.activations + self.kept_before(index),
+            activations=size.activations + self.kept_before(index) - self._gone,
             working=self.row,
         )
+
+    @property
+    def _gone(self) -> float:
+        """Bytes that are gone when gradients are reduced, where they wait for the end of a step."""
+        return self._others if self._waits else 0.0
 
     def at_embedding(self) -> MemoryEstimate:
         """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
@@ -546,9 +551,15 @@ class _Step:
         """The root's gradients beside their reduce-scatter input; nothing is gathered any more."""
         size = self.base("reduction of the root", self.units)
         own, buffers = self._reduced(self.root)
-        return replace(size, gathered=0.0, communication=buffers, unsharded_gradients=size.unsharded_gradients + own)
+        return replace(
+            size,
+            gathered=0.0,
+            communication=buffers,
+            unsharded_gradients=size.unsharded_gradients + own,
+            activations=size.activations - self._gone,
+        )
 
-    def _reduced(self, unit: _Unit) -> tuple[float, float]:
+    def _reduced(self, unit: Unit) -> tuple[float, float]:
         """(gradients, buffers) at the larger moment of a reduction: filling its input, or its output beside it."""
         if not self.fsdp:
             return unit.trained * self.compute, 0.0
@@ -559,7 +570,7 @@ class _Step:
         output = (unit.last * self.compute, ((1 + copies) * unit.trained + sharded) * self.reduction)
         return max(filling, output, key=sum)
 
-    def _gathered(self, units: Sequence[_Unit]) -> float:
+    def _gathered(self, units: Sequence[Unit]) -> float:
         return sum(unit.whole for unit in units) * self.compute if self.fsdp else 0.0
 
     def _prefetched(self, index: int) -> float:
