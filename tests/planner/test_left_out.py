@@ -20,7 +20,7 @@ def fitted_on(table: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Sam
     """The rows on which the constants of each stack of a table are fitted."""
     asked: list[list[Sample]] = []
 
-    def fit(given: Sequence[Sample], known: object) -> Constants:
+    def fit(given: Sequence[Sample], known: object, settled: float) -> Constants:
         asked.append(list(given))
         return shipped()
 

@@ -28,7 +28,7 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
         type=_whole,
         default=0,
         metavar="N",
-        help="fit the rate of each stack's matrix products on N rows and score the rest",
+        help="fit what tells stacks apart on N rows of each and score the rest",
     )
     parser.add_argument("--probe-seed", type=_whole, default=0, metavar="S", help="seed with which they are drawn")
     parser.add_argument(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from shardwise.job.schema import Job
 
@@ -25,9 +26,9 @@ class Axis(StrEnum):
     EXPERT = "expert"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AxisSpec:
-    """One axis of the layout.
+    """One axis of the layout; two are the same only where they are one object.
 
     Attributes:
         axis: its name.
@@ -88,7 +89,7 @@ def spec_of(axis: Axis) -> AxisSpec:
 
 def placed_axes(letters: str) -> tuple[Axis, ...]:
     """Return the axes that these letters of a placement stand for, the last varying fastest with the rank."""
-    return tuple(spec.axis for letter in letters for spec in AXES if spec.placement_letter == letter)
+    return _placed(AXES, letters)
 
 
 def data_axes() -> tuple[Axis, ...]:
@@ -98,12 +99,23 @@ def data_axes() -> tuple[Axis, ...]:
 
 def state_axes() -> tuple[Axis, ...]:
     """Return the data axes over which parameters, gradients and optimizer state are sharded."""
-    return tuple(axis for axis in data_axes() if spec_of(axis).shards_state)
+    return _data(AXES, True)
 
 
 def replica_axes() -> tuple[Axis, ...]:
     """Return the data axes whose ranks hold copies of the same shards."""
-    return tuple(axis for axis in data_axes() if not spec_of(axis).shards_state)
+    return _data(AXES, False)
+
+
+@cache
+def _placed(specs: tuple[AxisSpec, ...], letters: str) -> tuple[Axis, ...]:
+    return tuple(spec.axis for letter in letters for spec in specs if spec.placement_letter == letter)
+
+
+@cache
+def _data(specs: tuple[AxisSpec, ...], shards_state: bool) -> tuple[Axis, ...]:
+    placed = (spec for spec in specs if spec.placement_letter == DATA_LETTER)
+    return tuple(spec.axis for spec in placed if spec.shards_state == shards_state)
 
 
 def row_axes() -> tuple[Axis, ...]:

@@ -9,7 +9,8 @@ in `shardwise.planner.formulas.layer`; the reduction of gradients between replic
   reduce-scatter there, and all-gather of parameters after the optimizer.
 - tensor (arXiv 1909.08053, section 3; 2205.05198, section 4.2.2): two all-reduces a block each way, or as many pairs of
   all-gather and reduce-scatter. All-reduces are exposed; of the pairs it depends on the stack, since they can be cut in
-  pieces beside the product that needs them (`Stack.tensor_exposed`, `async_tensor`).
+  pieces beside the product that needs them (`Stack.tensor_exposed`, `async_tensor`). Of fused kernels these join the
+  block's products (`layer.block_time`).
 - context: keys and values gathered, their gradients scattered; exposed.
 - pipeline: a hidden state each way a stage and microbatch; exposed.
 - expert: rows to their experts and back, each way, paced by the fullest rank (`imbalance`); a stack may hide a share
@@ -31,6 +32,7 @@ from shardwise.planner.formulas.communication import (
     exchange_seconds,
     gather_seconds,
     message_seconds,
+    nodes_of_row,
     overlapped_seconds,
     rank_group,
 )
@@ -67,8 +69,7 @@ def _tensor(configuration: TrainingConfiguration) -> float:
     else:
         exchange = all_reduce_seconds(size, over)
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
-    in_pieces = configuration.async_tensor or (configuration.fused and configuration.sequence_parallel)
-    return (4 + 2 * again) * exchange * (ASYNC if in_pieces else 1.0)
+    return (4 + 2 * again) * exchange * (ASYNC if configuration.async_tensor else 1.0)
 
 
 def _context(configuration: TrainingConfiguration) -> float:
@@ -87,11 +88,20 @@ def _exchange(configuration: TrainingConfiguration) -> float:
     size = configuration.imbalance * rows * model.hidden * BYTES[configuration.precision]
     recomputed = configuration.checkpointing == "full" and not configuration.keeps_expert_rows
     again = configuration.checkpointed if recomputed else 0.0
-    copies = model.experts_of_token if configuration.copies_on_nodes else 1
-    rounds = (4 + 2 * again) * exchange_seconds(size, sharing, copies)
-    rounds *= configuration.stack.expert_exposed
-    counts = exchange_seconds(8.0 * model.experts, sharing)
+    rounds = (4 + 2 * again) * exchange_seconds(size, sharing, _crossing(configuration, sharing.nodes))
+    if configuration.copies_on_nodes and not configuration.hides_exchange:
+        rounds *= configuration.stack.expert_exposed
+    counts = 0.0 if configuration.drops_rows else exchange_seconds(8.0 * model.experts, sharing)
     return model.expert_layers * model.expert_stacks * (rounds + counts)
+
+
+def _crossing(configuration: TrainingConfiguration, nodes: int) -> float:
+    """Return the share of a row's copies for experts that cross the network."""
+    model = configuration.model
+    if not configuration.copies_on_nodes:
+        return 1.0
+    reached = nodes_of_row(nodes, model.experts_of_token, model.expert_groups, model.groups_of_token)
+    return reached / model.experts_of_token
 
 
 def _ends_sharded(configuration: TrainingConfiguration, work: StageWork) -> float:

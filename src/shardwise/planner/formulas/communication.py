@@ -12,7 +12,8 @@ that leave it (all groups of the axis run at once).
 - tree (Sanders, Speck and Traff 2009, double binary trees as NCCL builds them): all-reduce 2·S/b + 2·log2(m)·hops.
 - hierarchical: inside the nodes and between them one after the other, so that only m - 1 hops are between nodes.
 - flat, ZeRO-3 of its first years: what a rank gathers comes through its own part of the node's network, B/per_node, and
-  not through rings that leave a node once (as its step times in arXiv 2104.04473, table 2, say).
+  not through rings that leave a node once (as its step times in arXiv 2104.04473, table 2, say); and matrix by matrix,
+  each with a ring's hops (DeepSpeed keeps smaller parameters whole, stage3_param_persistence_threshold).
 - direct, SMDDP's all-gather: every rank sends its part to its peers of all nodes at once, so that one hop is paid, and
   nodes copy inside at the link's speed at the same time.
 
@@ -34,6 +35,7 @@ from shardwise.job.axes import Axis, data_axes, placed_axes
 from shardwise.planner.formulas.prediction import Cluster, Stack, TrainingConfiguration
 
 TREE = 0.25  # share of the ring's bandwidth that trees reach on large sizes (p5 with EFA, fabric_bandwidth.csv)
+MATRICES = 4  # of a block: query, key and value in one, output, up and down
 DIRECT = 0.90  # share of the nominal bandwidth between nodes that direct sending reaches
 
 
@@ -73,7 +75,7 @@ def spaced_group(ranks: int, stride: int, cluster: Cluster, stack: Stack) -> Ran
         share,
         (
             cluster.intra * 1e9 * (cluster.link.exchange or cluster.link.bandwidth),
-            share / local * (cluster.fabric.exchange or cluster.fabric.bandwidth) * stack.network,
+            share / local * (cluster.fabric.exchange or cluster.fabric.bandwidth * stack.network),
         ),
     )
 
@@ -114,10 +116,19 @@ class ExpertGroups(NamedTuple):
         return cls(*(spaced_group(*size, configuration.cluster, configuration.stack) for size in sizes))
 
 
-def exchange_seconds(size: float, over: RankGroup, copies: int = 1) -> float:
+def nodes_of_row(nodes: int, copies: int, groups: int = 1, chosen: int = 1) -> float:
+    """Return how many of `nodes` a row goes to, on the mean, whose `copies` go to experts in `chosen` of `groups`."""
+    if groups % nodes:
+        return nodes * (1 - (1 - 1 / nodes) ** copies)
+    own = groups // nodes  # groups of one node
+    ways = [(k, math.comb(own, k) * math.comb(groups - own, chosen - k)) for k in range(1, min(own, chosen) + 1)]
+    return nodes * sum(way * (1 - (1 - k / chosen) ** copies) for k, way in ways) / math.comb(groups, chosen)
+
+
+def exchange_seconds(size: float, over: RankGroup, crossing: float = 1.0) -> float:
     """Seconds in which each rank sends `size` bytes to the ranks of the group, its own part among them.
 
-    Of `copies` of a row on their way to as many ranks, those for one node cross the network once and are copied there.
+    `crossing`: the share that crosses the network, where of a row's copies for one node one is sent and copied there.
     """
     if over.ranks == 1:
         return 0.0
@@ -125,8 +136,8 @@ def exchange_seconds(size: float, over: RankGroup, copies: int = 1) -> float:
     inside = (over.local - 1) / over.ranks * size / links + (over.local - 1) * over.hop
     if over.nodes == 1:
         return inside
-    distinct = over.nodes * (1 - (1 - 1 / over.nodes) ** copies) / copies  # nodes of a row's copies, over their number
-    far = (over.nodes - 1) / over.nodes * distinct * size / network
+    network = network if crossing < 1.0 else over.inter / over.local
+    far = (over.nodes - 1) / over.nodes * crossing * size / network
     return max(inside, far + (over.nodes - 1) * over.far_hop)
 
 
@@ -141,7 +152,7 @@ def gather_seconds(size: float, over: RankGroup, algorithm: str = "nccl") -> flo
     if over.nodes == 1:
         return share / over.intra + (over.ranks - 1) * over.hop
     if algorithm == "flat":
-        return share / min(over.intra, over.exchange[1]) + over.far_hop
+        return share / min(over.intra, over.inter / over.local) + MATRICES * (over.ranks - 1) * over.far_hop
     if algorithm == "nccl":
         return math.hypot(share / min(over.intra, over.inter), (over.ranks - 1) * over.far_hop)
     far = (over.nodes - 1) / over.nodes * size

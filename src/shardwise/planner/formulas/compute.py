@@ -14,7 +14,9 @@ value width K, inner width I:
 - Attention that writes its scores: the same FLOPs, not halved, as batched products with a short inner dim, and passes
   over T·s·heads/t scores.
 - Experts in stacks: k·T rows in groups of one expert each, computed in one call, so that the last wave is wasted once.
-  Where ranks share experts, the fullest gets more rows than the mean (`TrainingConfiguration.imbalance`).
+  Vendors' libraries of 2025 call a product for each expert (`configuration.fused`), with casts of its own operands;
+  each of these small kernels takes KERNEL besides. Where ranks share experts, the fullest gets more rows than the mean
+  (`TrainingConfiguration.imbalance`).
 - Memory-bound work: passes over [T, H] and [T, I/t], counted for operators that are not fused; torch.compile fuses
   most of them.
 """
@@ -35,7 +37,9 @@ BACKWARD_LAUNCH = 0.8  # autograd's engine launches without Python between the o
 FORWARD_KERNELS = {True: 40, False: 26}  # of a block, gated (with rotary positions) or not
 # Of a block's router, sorting, exchanges and weighting, with the wait for the numbers of rows, in launches.
 EXPERT_KERNELS = 200
+GROUP_PRODUCTS = 2  # launches of one expert's part of grouped products in 16 bits
 GROUP_KERNELS = 10  # of one expert's part of grouped products, whose libraries launch casts and products of each
+KERNEL = 2e-6  # seconds that a kernel takes beside its work: its start, and its last blocks
 GRAPH_LAUNCH = 0.02  # of the launches, what is left where a CUDA graph makes them all
 COMPILED = 0.45  # share of the launches that are left
 ATTENTION_LENGTH = 256  # length at which it reaches half of that
@@ -52,7 +56,9 @@ PASSES = {
     (True, False): ((70.0, 100.0), (40.0, 50.0), (8.0, 14.0)),
     (True, True): ((8.0, 12.0), (4.0, 4.0), (3.0, 5.0)),
 }
-EXPERT_PASSES = 6.0  # over the rows of experts, each way
+# Over the rows of experts, each way: picked, sorted by expert behind the exchange, back again, and added up; where the
+# exchange's own kernels sort them, read from their buffers and written to them.
+EXPERT_PASSES, SORTED_PASSES = 9.0, 4.0
 # Of activations, parameters and their gradients; 8 and 4 bits are those of products alone.
 BYTES = {
     "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
@@ -158,9 +164,9 @@ def _linears(shapes: list[tuple[int, int]], tokens: int, rates: Rates, trained: 
 
 
 @lru_cache(maxsize=1 << 16)
-def grouped_seconds(groups: float, m: float, n: int, k: int, rates: Rates) -> float:
-    """Seconds of [m, k] x [k, n] for each of `groups`, in one call."""
-    tiles = groups * max(1.0, m / TILE) * max(1.0, n / TILE)
+def grouped_seconds(groups: float, m: float, n: int, k: int, rates: Rates, calls: float = 1.0) -> float:
+    """Seconds of [m, k] x [k, n] for each of `groups`, which share `calls`."""
+    tiles = groups / calls * max(1.0, m / TILE) * max(1.0, n / TILE)
     share = tiles / (tiles + WAVE * rates.units) * k / (k + INNER)
     moved = groups * (m * k + k * n + m * n) * rates.size
     return 2.0 * groups * m * n * k / (rates.flops * share) + moved / rates.bandwidth
@@ -210,13 +216,21 @@ def _experts(configuration: TrainingConfiguration, speed: Rates) -> tuple[float,
     inner = model.expert_width if configuration.expert > 1 else max(1, model.expert_width // configuration.tensor)
     shapes = [(model.hidden, inner * (2 if model.gated else 1)), (inner, model.hidden)]
     speed = speed._replace(flops=speed.flops * configuration.stack.grouped)
-    forward = sum(grouped_seconds(groups, rows, out, into, speed) for into, out in shapes)
-    of_inputs = sum(grouped_seconds(groups, rows, into, out, speed) for into, out in shapes)
+    calls = groups if configuration.fused else 1.0
+    forward = sum(grouped_seconds(groups, rows, out, into, speed, calls) for into, out in shapes)
+    of_inputs = sum(grouped_seconds(groups, rows, into, out, speed, calls) for into, out in shapes)
     backward = of_inputs + configuration.trained * forward  # of weights: as many products of as many rows
     cast = groups * rows * speed.cast / speed.bandwidth
     forward += cast * sum(into for into, _ in shapes)
     backward += cast * sum(out for _, out in shapes)
-    return model.expert_layers * forward, model.expert_layers * backward
+    starts = KERNEL * group_kernels(configuration) * calls
+    return model.expert_layers * (forward + starts), model.expert_layers * (backward + 2 * starts)
+
+
+def group_kernels(configuration: TrainingConfiguration) -> int:
+    """Return the launches of one expert's forward."""
+    casts = configuration.precision in FORMATS and configuration.cluster.accelerator.fp8
+    return GROUP_KERNELS if casts else GROUP_PRODUCTS
 
 
 def _flash(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:
@@ -247,7 +261,8 @@ def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> 
     inner = tokens * model.intermediate / t * speed.size / speed.bandwidth
     masks = 3.0 * between if configuration.dropout else 0.0
     # Rows are sorted by expert, brought back, weighted and summed.
-    sorting = EXPERT_PASSES * model.expert_layers * expert_rows(configuration) * model.hidden
+    sorting = SORTED_PASSES if configuration.sorts_rows else EXPERT_PASSES * configuration.stack.sorting
+    sorting *= model.expert_layers * expert_rows(configuration) * model.hidden
     masks += sorting * speed.size / speed.bandwidth
     norms, rotary, activation = PASSES[model.gated, configuration.compile or configuration.fused]
     forward, backward = (
@@ -260,7 +275,8 @@ def kernels_of_block(configuration: TrainingConfiguration) -> float:
     """Launches of one block's forward."""
     model = configuration.model
     launches = FORWARD_KERNELS[model.gated] * (COMPILED if configuration.compile or configuration.fused else 1.0)
-    launches += model.expert_layers * (EXPERT_KERNELS + GROUP_KERNELS * model.experts / configuration.expert)
+    of_groups = group_kernels(configuration) * model.experts / configuration.expert
+    launches += model.expert_layers * (EXPERT_KERNELS + of_groups)
     return launches * max(GRAPH_LAUNCH, 1.0 - configuration.captured)
 
 

@@ -56,6 +56,13 @@ def block_time(configuration: TrainingConfiguration) -> BlockTime:
     again = recomputed_work(configuration, forward)
     traffic = block_traffic(configuration)
     busy = (forward.device, backward.device + again.device)
+    beside = {}
+    if configuration.hides_exchange:
+        beside[Axis.EXPERT] = sum(busy)
+    if configuration.fused and configuration.sequence_parallel:
+        beside[Axis.TENSOR] = forward.matmul + backward.matmul + again.matmul
+    for axis, work in beside.items():
+        traffic[axis] = overlapped_seconds(work, traffic[axis], configuration.stack.overlap) - work
     shard, offload = _shard(configuration, busy)
     if configuration.kept_blocks and configuration.reshard_after_forward:
         # The mean of all blocks, which are on one stage: with several, none is kept.

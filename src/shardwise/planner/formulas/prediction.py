@@ -58,8 +58,9 @@ class ModelShape:
     overrides the formula of `parameters` where it is known. `idle` counts a block's parameters of experts that a token
     does not go through; `intermediate` is then the width of all that it goes through. Of a block, `stacked` counts the
     parameters of experts that ranks can share; they are `experts` of width `expert_width`, and a token goes to
-    `experts_of_token` of them, with an exchange of rows for each of `expert_stacks` in turn. `windowed` is the share of
-    the blocks whose attention looks back `window` tokens.
+    `experts_of_token` of them, with an exchange of rows for each of `expert_stacks` in turn. These are in
+    `groups_of_token` of `expert_groups` (arXiv 2412.19437, section 2.1.2). `windowed` is the share of the blocks whose
+    attention looks back `window` tokens.
     """
 
     name: str
@@ -79,6 +80,8 @@ class ModelShape:
     experts_of_token: int = 0
     expert_width: int = 0
     expert_stacks: float = 1.0
+    expert_groups: int = 1
+    groups_of_token: int = 1
     stacked: int = 0
     latent: LatentAttention | None = None
     window: int = 0
@@ -290,6 +293,7 @@ class Stack:
         tensor_exposed: share of the all-gathers and reduce-scatters of tensor ranks that no product hides.
         expert_exposed: likewise of the exchanges of experts' rows.
         grouped: share of the products' rate that grouped products of experts reach.
+        sorting: passes over the rows of experts against the count of `compute.py`, where no exchange sorts them.
         pipeline_wait: seconds that a host loses for each block, microbatch and tensor rank where stages lie on several
             nodes.
         stall: seconds of one wait for the whole device in a pipeline (`predict.py`).
@@ -321,6 +325,7 @@ class Stack:
     tensor_exposed: float = 1.0
     expert_exposed: float = 1.0
     grouped: float = 0.8
+    sorting: float = 1.0
     pipeline_wait: float = 0.0
     stall: float = 0.0
     activations: float = 1.0
@@ -362,6 +367,11 @@ class TrainingConfiguration:
         fused: blocks are written with the accelerator vendor's fused kernels: norms, rotary positions, activation,
             attention, and tensor traffic in pieces beside products.
         copies_on_nodes: a row crosses the network once for all of its experts on a node.
+        sorts_rows: the exchange's own kernels sort rows by expert (DeepEP; HybridEP).
+        drops_rows: each expert takes a fixed number of rows, and the others are dropped; so nobody waits to be told how
+            many come (arXiv 2101.03961, section 2.2).
+        hides_exchange: exchanges of experts' rows run beside the computation of another microbatch, of which a pipeline
+            with several stages a rank has one (arXiv 2603.07685).
         trained: share of the parameters that have gradients and optimizer state.
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
         offload_optimizer: share of the trained parameters whose optimizer state is in host memory.
@@ -420,6 +430,9 @@ class TrainingConfiguration:
     captured: float = 0.0
     fused: bool = False
     copies_on_nodes: bool = False
+    sorts_rows: bool = False
+    drops_rows: bool = False
+    hides_exchange: bool = False
 
     @property
     def expert_shards(self) -> int:

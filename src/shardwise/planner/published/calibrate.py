@@ -8,8 +8,8 @@ default stack's constants, and for each stack of the rows its own departures fro
 so that stacks count alike, however many rows they have, and a departure has to pay for itself: a stack with five rows
 stays near the default, one that is not among the rows is the default. The weights w = 1 / (1 + (residual / 0.1)^2), or
 of u / sd, from the last round, keep contradictory rows from bending the others and one slow stack from slowing the
-default (iteratively reweighted least squares with Cauchy's weights, Holland and Welsch 1977). Derivatives are
-differences; one round is a linear least-squares problem.
+default (iteratively reweighted least squares with Cauchy's weights, Holland and Welsch 1977; `calibrate_solve.py`).
+Derivatives are differences.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardwise.planner.constants.inventory import Constants, family
 from shardwise.planner.formulas.predict import predict, seconds_by_cause
 from shardwise.planner.formulas.prediction import Stack, TrainingConfiguration
 from shardwise.planner.published.calibrate_memory import FACTORS, LEAST_ROWS, Held, fit_memory
+from shardwise.planner.published.calibrate_solve import COARSE, SETTLED, RobustSum, minimum
 from shardwise.planner.published.calibrate_spread import (
     DEPARTURES,
     Seen,
@@ -41,23 +42,22 @@ from shardwise.planner.published.measurement import is_of_one_block, measured, p
 from shardwise.planner.published.row import Row, Unmapped
 from shardwise.planner.published.tables import read_table
 
-ROUNDS = 12
-MOVED = 0.05  # of an unknown in a round, from which on the slopes are found anew
 TOLERANCE = 0.1  # log error at which a row's weight is halved
 EVIDENCE = 24.0  # rows that a whole stack counts as
 ALL_SD = 0.10  # what training reaches of benchmarked products, on all alike
 FAMILY_SD = 0.04  # and of one family
 DEFAULT_SD = {
     "attention": 0.3, "memory_bound": 0.3, "score_passes": 0.3, "launch": 0.3, "overlap": 0.2,
-    "recompute": 0.2, "tensor_exposed": 0.3, "expert_exposed": 0.3, "grouped": 0.2,
+    "recompute": 0.2, "tensor_exposed": 0.3, "expert_exposed": 0.3, "grouped": 0.2, "sorting": 0.7,
 }  # fmt: skip
 STACK_SD = {
     "matmul": 0.10, "attention": 0.2, "memory_bound": 0.5, "score_passes": 0.4, "launch": 0.5, "overlap": 0.2,
     "recompute": 0.2, "network": 0.2, "pipeline_wait": 1.0, "stall": 1.0,
-    "tensor_exposed": 0.3, "expert_exposed": 0.3, "grouped": 0.2,
+    "tensor_exposed": 0.3, "expert_exposed": 0.3, "grouped": 0.2, "sorting": 0.2,
 }  # fmt: skip
 TRIED = 20  # of the departures of products every 20th is predicted, 0.1 apart; a line in between is off by 0.0004
 MEMORY = (*FACTORS, "logit_bytes", "memory_spread")
+OVERLAP = 2.0  # before anything is fitted; from above, fits stop at either of two values that explain all as well
 WAITS = {"pipeline_wait": 3e-3, "stall": 0.5}  # constants in seconds, and the unit in which each is fitted
 
 
@@ -112,11 +112,14 @@ def shipped_rows() -> tuple[Row, ...]:
     return tuple(read_table(DATA / "calibration.csv"))
 
 
-def fit(given: Sequence[Sample], known: Mapping[str, Stack] | None = None) -> Constants:
-    """Constants that fit the samples. Stacks of `known` keep what is not fitted together with the others."""
+def fit(given: Sequence[Sample], known: Mapping[str, Stack] | None = None, settled: float = SETTLED) -> Constants:
+    """Constants that fit the samples. Stacks of `known` keep what is not fitted together with the others.
+
+    `settled`: of the sum that is minimised, what the last round may gain.
+    """
     stacks = known or {}
     bases = {name: stacks[name] if name in stacks else _base(own) for name, own in _by_stack(given).items()}
-    return _with_spread(given, _solved(given, bases)[0])
+    return _with_spread(given, _solved(given, bases, settled)[0])
 
 
 def _by_stack(given: Sequence[Sample]) -> dict[str, list[Sample]]:
@@ -152,30 +155,19 @@ def _held(own: Sequence[Sample]) -> list[Held]:
     return [Held(measured.configuration, None if size is None else size * GIB) for measured, size in zip(own, sizes)]
 
 
-def _solved(given: Sequence[Sample], bases: Mapping[str, Stack]) -> tuple[Constants, float]:
+def _solved(given: Sequence[Sample], bases: Mapping[str, Stack], settled: float = COARSE) -> tuple[Constants, float]:
     """(constants, what they leave of the sum that they minimise) that depart from the stacks' `bases`."""
-    unknowns = _unknowns(given)
-    at = np.zeros(len(unknowns))
-    counts = {name: len(own) for name, own in _by_stack(given).items()}
-    share = np.array([min(1.0, EVIDENCE / counts[sample.configuration.stack.name]) for sample in given])
-    sd = np.array([unknown.sd for unknown in unknowns])
-    slopes, moved = np.zeros((0, 0)), math.inf
-    for _ in range(ROUNDS):
-        residuals = _errors(given, _constants(unknowns, at, bases))
-        if moved > MOVED:
-            slopes = _slopes(given, unknowns, at, bases, residuals)
-        weight = np.sqrt(share / (1 + (residuals / TOLERANCE) ** 2)) / (TOLERANCE / 2)
-        near = 1 / (sd * np.sqrt(1 + (at / sd) ** 2))
-        left = np.vstack([slopes * weight[:, None], np.diag(near)])
-        right = np.concatenate([-residuals * weight, -at * near])
-        step = np.linalg.lstsq(left, right, rcond=None)[0]
-        at, moved = at + np.clip(step, -0.3, 0.3), float(np.abs(step).max())
-        if moved < 2e-3:
-            break
-    constants = _constants(unknowns, at, bases)
-    size = _errors(given, constants) / TOLERANCE
-    left_over = 4 * np.sum(share * np.log1p(size**2)) + np.sum(np.log1p((at / sd) ** 2))  # Cauchy's loss
-    return constants, float(left_over)
+    unknowns, by_stack = _unknowns(given), _by_stack(given)
+    share = [min(1.0, EVIDENCE / len(by_stack[sample.configuration.stack.name])) for sample in given]
+    least = [0.0 if unknown.constant in WAITS else -math.inf for unknown in unknowns]
+    wanted = RobustSum(4 * np.array(share), TOLERANCE, np.array([unknown.sd for unknown in unknowns]), np.array(least))
+    at, left = minimum(
+        lambda at: _errors(given, _constants(unknowns, at, bases)),
+        lambda at, errors: _slopes(given, unknowns, at, bases, errors),
+        wanted,
+        settled,
+    )
+    return _constants(unknowns, at, bases), left
 
 
 def _unknowns(given: Sequence[Sample]) -> list[Unknown]:
@@ -197,7 +189,7 @@ def _constants(unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, 
             accelerators[unknown.name] = math.exp(value + (0.0 if unknown.name == "*" else at[0]))
         else:
             departures.setdefault(unknown.name, {})[unknown.constant] = float(value)
-    neutral = Stack("default", cuts_by_cost=True, stops_early=True)
+    neutral = Stack("default", cuts_by_cost=True, stops_early=True, overlap=OVERLAP)
     stacks = {}
     for name, own in departures.items():
         values: dict[str, float] = {}
@@ -219,23 +211,32 @@ def _errors(given: Sequence[Sample], constants: Constants) -> np.ndarray:
 def _slopes(
     given: Sequence[Sample], unknowns: Sequence[Unknown], at: np.ndarray, bases: Mapping[str, Stack], base: np.ndarray
 ) -> np.ndarray:
-    """Slopes of the errors `base`. An unknown of a stack moves its own rows only, and of these those that have it."""
+    """Slopes of the errors `base`.
+
+    Logarithms add up, so a row's slope is the same by its stack's departure and by the default's, or by the factor on
+    its accelerator's family and by that on all; it is found once.
+    """
     slopes, width = np.zeros((len(given), len(unknowns))), 0.02
-    for index, unknown in enumerate(unknowns):
+    for of_accelerator, constant in sorted({(unknown.kind == "accelerator", unknown.constant) for unknown in unknowns}):
+        alike = {
+            index: unknown
+            for index, unknown in enumerate(unknowns)
+            if (unknown.kind == "accelerator", unknown.constant) == (of_accelerator, constant)
+        }
         moved = at.copy()
-        moved[index] += width
+        moved[[index for index, unknown in alike.items() if unknown.kind == "stack" or unknown.name == "*"]] += width
         constants = _constants(unknowns, moved, bases)
         for line, sample in enumerate(given):
-            if _moves(unknown, sample.configuration):
-                slopes[line, index] = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
+            if _moves(constant, sample.configuration):
+                slope = (sample.error(constants.applied(sample.configuration)) - base[line]) / width
+                part, stack = family(sample.configuration.cluster.accelerator), sample.configuration.stack.name
+                own = [index for index, unknown in alike.items() if unknown.name in ("*", "default", part, stack)]
+                slopes[line, own] = slope
     return slopes
 
 
-def _moves(unknown: Unknown, configuration: TrainingConfiguration) -> bool:
-    """Return whether an unknown can change the time of a configuration."""
-    own = {"accelerator": family(configuration.cluster.accelerator), "stack": configuration.stack.name}
-    if unknown.name != "*" and own.get(unknown.kind, unknown.name) != unknown.name:
-        return False
+def _moves(constant: str, configuration: TrainingConfiguration) -> bool:
+    """Return whether a constant can change the time of a configuration."""
     return {
         "attention": configuration.flash,
         "score_passes": not configuration.flash,
@@ -245,7 +246,8 @@ def _moves(unknown: Unknown, configuration: TrainingConfiguration) -> bool:
         "tensor_exposed": configuration.sequence_parallel,
         "expert_exposed": configuration.expert > 1,
         "grouped": configuration.model.stacked > 0,
-    }.get(unknown.constant, True)
+        "sorting": configuration.model.stacked > 0 and not configuration.sorts_rows,
+    }.get(constant, True)
 
 
 def _with_spread(given: Sequence[Sample], constants: Constants) -> Constants:

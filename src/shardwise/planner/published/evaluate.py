@@ -14,11 +14,11 @@ from typing import Any
 from shardwise.planner.constants.hardware import GIB
 from shardwise.planner.constants.inventory import Constants, shipped
 from shardwise.planner.formulas.predict import predict
-from shardwise.planner.published.calibrate import Sample, fit, samples, seen, shipped_rows
-from shardwise.planner.published.calibrate_spread import STRANGER_ROWS, USUAL, USUAL_ROWS, Prior, probed
+from shardwise.planner.published.calibrate import Sample, fit, samples, shipped_rows
 from shardwise.planner.published.left_out import constants_without
 from shardwise.planner.published.mapping import configuration, mapped
 from shardwise.planner.published.measurement import measured, predicted
+from shardwise.planner.published.probe import probed_stack
 from shardwise.planner.published.row import Row, Unmapped
 
 APART = 0.05  # pairs that differ by less are not ranked
@@ -85,10 +85,10 @@ def evaluate_rows(
 ) -> list[RowResult]:
     """Return every row's result. `constants`: those of a file instead of the shipped ones.
 
-    `probe_rows`: for each stack the rate of its matrix products is fitted on so many of its rows, drawn with
-    `probe_seed`, and the others are scored. `leave_one_stack_out`: each stack is predicted by constants refitted
-    without any of its rows. `leave_table_out`: all of `rows` are predicted as if nobody had measured this software or
-    these models (`left_out`).
+    `probe_rows`: for each stack the constants that tell stacks apart are fitted on so many of its rows (`probe.py`),
+    drawn with `probe_seed`, and the others are scored. `leave_one_stack_out`: each stack is predicted by constants
+    refitted without any of its rows. `leave_table_out`: all of `rows` are predicted as if nobody had measured this
+    software or these models (`left_out`).
     """
     choose = _choice(rows, constants or shipped(), leave_one_stack_out, leave_table_out)
     by_name, probes = _probe(rows, choose, probe_rows, probe_seed) if probe_rows else ({}, set())
@@ -146,8 +146,7 @@ def _result(row: Row, constants: Constants) -> RowResult:
 
 
 def _probe(rows: Sequence[Row], choose: Choice, count: int, seed: int) -> tuple[dict[str, Constants], set[int]]:
-    """(by stack its constants, with the rate of products that the probes give and the spread that they leave; the
-    probes' indices)."""
+    """(by stack its constants as the probes give them; the probes' indices)."""
     by_stack: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         if row.text["fit_role"] != "context" and _sample(row):
@@ -157,19 +156,10 @@ def _probe(rows: Sequence[Row], choose: Choice, count: int, seed: int) -> tuple[
         drawn = draw.sample(by_stack[stack], min(count, len(by_stack[stack])))
         samples = [sample for index in drawn if (sample := _sample(rows[index]))]
         constants = choose(stack)
-        known, own = probed(seen(samples, constants), _prior(constants, stack)), constants.stack(stack)
-        own = replace(own, matmul=own.matmul * math.exp(known.offset), spread=known.spread, wait_spread=known.waits)
-        by_name[stack] = Constants(constants.accelerators, {**constants.stacks, stack: own})
+        known = {**constants.stacks, stack: probed_stack(samples, constants)}
+        by_name[stack] = Constants(constants.accelerators, known)
         probes |= set(drawn)
     return by_name, probes
-
-
-def _prior(constants: Constants, stack: str) -> Prior:
-    """Return a stack before its probes: its own spread where it was fitted, the usual one where it was not."""
-    known = constants.stack(stack)
-    if stack in constants.stacks:
-        return Prior(known.offset, known.spread, known.wait_spread, USUAL_ROWS)
-    return Prior(known.offset, USUAL, known.wait_spread, STRANGER_ROWS)
 
 
 def _sample(row: Row) -> Sample | None:

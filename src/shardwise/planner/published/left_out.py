@@ -12,6 +12,7 @@ from functools import cache
 
 from shardwise.planner.constants.inventory import Constants, shipped, software_of
 from shardwise.planner.published.calibrate import Sample, fit, samples, shipped_rows
+from shardwise.planner.published.calibrate_solve import COARSE
 from shardwise.planner.published.row import Row
 from shardwise.planner.published.row_model import model_key
 
@@ -39,7 +40,7 @@ def _refitted(stacks: frozenset[str], software: frozenset[str], models: frozense
     untouched = {
         stack: given for stack, given in shipped().stacks.items() if _rows_of(left, stack) == _rows_of(_known(), stack)
     }
-    return fit(left, untouched)
+    return fit(left, untouched, COARSE)
 
 
 def _rows_of(given: Sequence[Sample], stack: str) -> int:

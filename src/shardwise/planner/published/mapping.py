@@ -7,9 +7,11 @@ setting or a network are read. Cells that contradict each other leave a row unma
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from shardwise.planner.formulas.communication import ExpertGroups
 from shardwise.planner.formulas.prediction import ModelShape, Stack, TrainingConfiguration
 from shardwise.planner.published.row import Row, Unmapped
 from shardwise.planner.published.row_cluster import cluster_of_row
@@ -19,6 +21,7 @@ from shardwise.planner.published.row_settings import (
     checkpointing,
     collectives,
     copies_on_nodes,
+    drops_rows,
     fused_attention,
     has_adapters,
     precision,
@@ -28,6 +31,7 @@ from shardwise.planner.published.row_settings import (
 from shardwise.planner.published.unstated import with_checkpointing, with_microbatch
 
 APART = 0.1  # of two cells that say the same, by which they may differ; sources round
+NODE = 8  # accelerators of a usual node
 ADAPTER_RANK = 16  # of adapters where a strategy names them alone
 
 
@@ -83,10 +87,33 @@ def _with_open_cells(row: Row, given: TrainingConfiguration, batch: RowBatch) ->
         given = with_checkpointing(given)
         taken.append(f"act_ckpt {given.checkpointing}")
     if given.expert > 1 and not row.says("dispatcher"):
-        taken.append("rows once to each node")
+        once = _sends_once(row, given)
+        given = replace(given, copies_on_nodes=once, sorts_rows=once)
+        taken.append("rows once to each node" if given.copies_on_nodes else "each copy of a row alone")
+    if _hides(given):
+        given = replace(given, hides_exchange=True)
+        taken.append("exchanges over the network beside another microbatch")
     if row.has_experts:
         taken.append(f"the fullest rank with {given.imbalance:g} times the mean of the rows")
     return MappedRow(given, tuple(taken))
+
+
+def _sends_once(row: Row, given: TrainingConfiguration) -> bool:
+    """Return whether an exchange that nobody names has kernels of its own, which send a row once and sort it.
+
+    HybridEP's are for links beyond a node, and know no capacity: Megatron's moe_expert_capacity_factor goes with the
+    plain all-to-all alone, which is also its default.
+    """
+    return row.whole("gpus_per_node", NODE) > NODE and not given.drops_rows
+
+
+def _hides(given: TrainingConfiguration) -> bool:
+    """Return whether exchanges over the network run beside another microbatch, for which stages have to interleave.
+
+    Configurations that were published with a capacity do not (Megatron-Bridge 4054233, scripts/performance).
+    """
+    over_network = given.expert > 1 and ExpertGroups.of(given).sharing.nodes > 1
+    return over_network and given.pipeline > 1 and given.virtual > 1 and not given.drops_rows
 
 
 def _settings(row: Row, degrees: Degrees, model: ModelShape) -> dict[str, Any]:
@@ -120,7 +147,9 @@ def _settings(row: Row, degrees: Degrees, model: ModelShape) -> dict[str, Any]:
         "async_tensor": "asynctp" in strategy.replace("-", ""),
         "trained": model.adapter_share(ADAPTER_RANK) if has_adapters(row) else 1.0,
         "captured": captured_launches(row),
-        "copies_on_nodes": not row.says("dispatcher") or copies_on_nodes(row),
+        "copies_on_nodes": copies_on_nodes(row),
+        "sorts_rows": copies_on_nodes(row),
+        "drops_rows": drops_rows(row),
         "imbalance": 1.0,  # who measures the speed of experts shares rows out evenly
     }
 

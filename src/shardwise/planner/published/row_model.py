@@ -56,7 +56,14 @@ def _experts(row: Row, width: int, gated: bool) -> dict[str, Any]:
         "experts_of_token": chosen,
         "expert_width": inner,
         "stacked": one * experts * sparse // layers,
+        **_groups(row),
     }
+
+
+def _groups(row: Row) -> dict[str, int]:
+    """Return the groups that a token's experts are limited to, and of how many, where the router's words say so."""
+    limited = re.search(r"(\d+) groups,? top (\d+)", row.text.get("router", "").lower())
+    return {"expert_groups": int(limited[1]), "groups_of_token": int(limited[2])} if limited else {}
 
 
 def _attention(row: Row) -> dict[str, Any]:

@@ -91,9 +91,13 @@ def has_adapters(row: Row) -> bool:
 
 
 def captured_launches(row: Row) -> float:
-    """Return the share of launches that CUDA graphs make: all of an iteration's, or those of the modules named."""
+    """Return the share of launches that CUDA graphs make: all of an iteration's, or those of the modules named.
+
+    Who gives experts a capacity does it for shapes that never change, as graphs of an iteration need them; so where
+    nothing is said such a run has one.
+    """
     scope = row.text.get("cuda_graph", "").lower()
-    if "full_iteration" in scope:
+    if "full_iteration" in scope or (not row.says("cuda_graph") and drops_rows(row)):
         return 1.0
     return min(1.0, sum(share for module, share in _LAUNCHES.items() if module in scope))
 
@@ -102,3 +106,9 @@ def copies_on_nodes(row: Row) -> bool:
     """Return whether the exchange named sends a row once to each node: DeepEP's and HybridEP's, which Megatron's flex
     stands for."""
     return re.search(r"deepep|hybridep|flex|uccl", row.word("dispatcher")) is not None
+
+
+def drops_rows(row: Row) -> bool:
+    """Return whether a row's words say that experts have a capacity, beyond which they drop what comes."""
+    words = " ".join(row.text.get(column, "").lower() for column in ("router", "table", "notes"))
+    return re.search(r"(?<!no )(?<!without )(token.?drop|drop.?and.?pad|capacity factor)", words) is not None
