@@ -139,8 +139,8 @@ class SharedExperts:
         group = self.levels.all
         agree = DirectRoutes.even if dist.get_backend(group) == FAKE else DirectRoutes.of
         routes = routes_of(self.name, experts, lambda kept: agree(self.name, group, self.number, experts, kept))
-        rows = experts_at_once.dispatch(routes, hidden_states)
-        return experts_at_once.combine(routes, self._compute_sorted(rows, routes.counts), weights)
+        rows = experts_at_once.dispatch_at_once(routes, hidden_states)
+        return experts_at_once.combine_at_once(routes, self._compute_sorted(rows, routes.counts), weights)
 
     def _compute_sorted(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the outputs [R, H] of this rank's experts for `rows` [R, H], of which each expert has `counts`.

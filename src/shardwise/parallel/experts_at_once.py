@@ -80,13 +80,13 @@ class DirectRoutes:
         return cls(exchange, order, order // experts.shape[1], counts.sum(0), places, kept)
 
 
-def dispatch(routes: DirectRoutes, hidden: Tensor) -> Tensor:
+def dispatch_at_once(routes: DirectRoutes, hidden: Tensor) -> Tensor:
     """Return the rows [R, H] of this rank's experts, by expert, of tokens [T, H]. Differentiable, collective."""
     rows: Tensor = _Dispatch.apply(hidden, routes)
     return rows
 
 
-def combine(routes: DirectRoutes, outputs: Tensor, weights: Tensor) -> Tensor:
+def combine_at_once(routes: DirectRoutes, outputs: Tensor, weights: Tensor) -> Tensor:
     """Return each token's sum [T, H] of what experts made of its rows, times `weights` [T, k].
 
     Differentiable, collective.

@@ -1,4 +1,4 @@
-"""What shared experts keep of a checkpointed block's forward for its recomputation: routes always, rows on demand.
+"""Routes that shared experts keep of a checkpointed block's forward for its recomputation, and rows on demand.
 
 A recomputation has the forward's inputs, so its tokens go where they went: it takes the routes that the forward has
 made, and exchanges no numbers. The rows are exchanged again, or kept too (`memory.keep_expert_rows`).

@@ -35,7 +35,7 @@ KEPT = list(PRODUCT_OPERATORS)
 
 
 class _Keeps(NamedTuple):
-    """What is kept beside a checkpoint's input: outputs of products and attention, rows of shared experts."""
+    """Choices of what stays beside a checkpoint's input: results of products and attention, rows of shared experts."""
 
     products: bool
     expert_rows: bool
