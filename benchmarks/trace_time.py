@@ -172,7 +172,7 @@ def _traced_at(job: DrawnJob) -> tuple[float, dict[str, float]]:
 
 
 def parts(trace: JobTrace, time: StepTime, job: DrawnJob) -> dict[str, float]:
-    """Return the seconds of the slowest rank's step by what they are; what it waits for, of traced microbatches."""
+    """Return the seconds of the slowest rank's step by what they are; `once`: what it waits for behind microbatches."""
     roofline, whole = Roofline.of(job.cluster, trace.plan.dtypes.compute), trace.plan.accumulation
     more = whole / traced_microbatches(trace.plan)
     seconds: Counter[str] = Counter()
@@ -183,8 +183,10 @@ def parts(trace: JobTrace, time: StepTime, job: DrawnJob) -> dict[str, float]:
             part = UPDATE if entry.phase == UPDATE else f"{kind[0]} {entry.phase}"
             seconds[part] += times * roofline.device_seconds(entry._replace(work={kind: amount}))
     clock = time.clocks[time.slowest]
-    waits = {"collectives": clock.collectives, "messages": clock.messages, "launching": clock.launching}
-    return {**seconds, **{part: more * value for part, value in waits.items()}}
+    worked = clock.worked
+    waits = {"collectives": worked.collectives, "messages": worked.messages, "launching": clock.launching}
+    once = clock.collectives - worked.collectives + clock.apart - worked.apart
+    return {**seconds, **{part: more * value for part, value in waits.items()}, "once": once}
 
 
 def render(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.kernels.linear import defer_weight_gradients
+from shardwise.kernels.linear import WeightGradients, defer_weight_gradients
 
 
 class Block(nn.Module):
@@ -41,7 +43,7 @@ def test_gradients_come_when_they_are_asked_for(recompute: bool) -> None:
             found.append(x.grad)
         torch.testing.assert_close(found[1], found[0])
         waiting.append(later.take())
-    assert later.pending == []
+    assert not later.pending
     for block in split:
         assert block.up.weight.grad is None and block.down.weight.grad is None and block.down.bias.grad is None
         assert block.norm.weight.grad is not None
@@ -57,4 +59,27 @@ def test_nothing_waits_without_backward() -> None:
     later = defer_weight_gradients([block])
     with torch.no_grad():
         block(torch.randn(2, 6))
-    assert later.pending == []
+    assert not later.pending
+
+
+def test_weight_gradients_that_do_not_wait_come_with_backward() -> None:
+    block = Block()
+    later = defer_weight_gradients([block])
+    summed = []
+    later.waits, later.sums = False, {block.up: lambda: summed.append(block.up.weight.grad)}
+    block(torch.randn(2, 6)).sum().backward()
+    assert not later.pending
+    assert all(parameter.grad is not None for parameter in block.parameters())
+    assert len(summed) == 1 and summed[0] is block.up.weight.grad
+
+
+def test_what_a_weight_gradient_needs_goes_before_the_next_is_computed() -> None:
+    later = WeightGradients()
+    module, alive = nn.Linear(2, 2), list[bool]()
+    needed = torch.ones(2)
+    gone = weakref.ref(needed)
+    later.leave(module, partial(torch.sum, needed))
+    later.leave(module, lambda: alive.append(gone() is not None))
+    del needed
+    later.take()()
+    assert alive == [False]

@@ -139,9 +139,9 @@ def test_a_dense_first_block_does_not_hide_experts() -> None:
 
 
 def test_selective_keeps_outputs_of_matrix_products() -> None:
-    """GPT-NeoX: query-key-value 3H, attention H, its projection H, MLP up I, MLP down H."""
+    """GPT-NeoX: query-key-value 3H, attention H and a statistic a head, its projection H, MLP up I, MLP down H."""
     facts = facts_of("gpt_neox")
-    assert kept_bytes(pieces_of(facts)) == BATCH * SEQUENCE * 4 * (6 * 64 + 192)
+    assert kept_bytes(pieces_of(facts)) == BATCH * SEQUENCE * 4 * (6 * 64 + 192 + facts.attention_heads)
 
 
 def test_backward_peak_trades_activations_for_gradients() -> None:

@@ -23,8 +23,10 @@ from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, World, resolve
+from shardwise.planner.formulas.activations import BlockKind, waiting_features
 from shardwise.planner.formulas.memory import estimate, moments, worst_imbalance
-from shardwise.planner.formulas.shapes import local_elements, split_backward_features, weights_put_off
+from shardwise.planner.formulas.memory_estimate import MemoryEstimate
+from shardwise.planner.formulas.shapes import local_elements, weights_put_off
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
@@ -135,13 +137,41 @@ SIXTEEN = {"gradient_accumulation": 8, "sequences_per_step": 16}
 
 
 @pytest.mark.parametrize(("pipeline", "waiting"), [("zbv", 4), ("zero_bubble", 2), ("interleaved", 0)])
-def test_weight_gradients_put_off_wait_with_inputs_and_outputs(pipeline: str, waiting: int) -> None:
-    """On pipeline rank 2 of four one backward of each rank before it waits; in a V two, of a mean of its stages."""
+def test_weight_gradients_of_backwards_are_put_off(pipeline: str, waiting: int) -> None:
+    """On pipeline rank 2 of four those of one backward of each rank before it; in a V of two."""
     parallel = {"pipeline_parallel_degree": 4, "pipeline": pipeline, "virtual_pipeline_degree": 2}
-    plan, facts = planned(4, {**NEOX, "num_hidden_layers": 8}, parallel=parallel, training=SIXTEEN)
-    of_block = sum(sum(shape) for name, shape in facts.parameter_shapes.items() if ".0." in name and len(shape) == 2)
-    assert of_block > 0 and weights_put_off(plan, 2) == waiting
-    assert split_backward_features(facts, plan, 2) == waiting * of_block
+    plan, _ = planned(4, {**NEOX, "num_hidden_layers": 8}, parallel=parallel, training=SIXTEEN)
+    assert weights_put_off(plan, 2) == waiting
+
+
+def test_the_first_stage_lets_no_weight_gradient_wait() -> None:
+    """Its backward holds no more with zero bubble than with 1F1B; that of a later stage does, and more and more."""
+    split, whole = (held_in_backward(pipeline) for pipeline in ("zero_bubble", "interleaved"))
+    assert split[0, 0] <= whole[0, 0]
+    assert 0 < split[1, 3] - whole[1, 3] < split[1, 0] - whole[1, 0]
+
+
+def held_in_backward(pipeline: str) -> dict[tuple[int, int], float]:
+    """Return (pipeline rank, unit) -> what is kept and works in its backward."""
+    parallel = {"pipeline_parallel_degree": 2, "pipeline": pipeline}
+    plan, facts = planned(2, {**NEOX, "num_hidden_layers": 8}, parallel=parallel, training=SIXTEEN)
+    return {
+        (rank, int(moment.moment.rpartition(" ")[2])): moment.activations + moment.working
+        for rank in range(2)
+        for moment in moments(plan, facts, pipeline=rank)
+        if moment.moment.startswith("backward of unit")
+    }
+
+
+def test_linear_layers_that_read_one_tensor_wait_with_it_once() -> None:
+    """One projection of GPT-NeoX makes query, key and value; Llama's three have one input, as gate and up have."""
+    of_neox = (256 + 768) + (256 + 256) + 2 * (256 + 1024)
+    of_llama = (128 + 128 + 32 + 32) + (128 + 128) + (128 + 352 + 352) + (352 + 128)
+    for config, features in ((NEOX, of_neox), (LLAMA, of_llama)):
+        _, facts = planned(1, config)
+        first = facts.blocks[0].name
+        block = {name: shape for name, shape in facts.parameter_shapes.items() if facts.block_of.get(name) == first}
+        assert waiting_features(facts, BlockKind.of(facts), block) == features
 
 
 @pytest.mark.sampled(2)
@@ -166,9 +196,41 @@ def test_settings_that_save_memory_save_it(less: dict[str, Any], more: dict[str,
 
 def test_chunks_bound_the_logits() -> None:
     """256 tokens, vocabulary 2048, fp32 (the compute dtype's copy besides in bf16)."""
-    loss = {chunk: moments(*planned(2, memory={"loss_chunk_tokens": chunk}))[0] for chunk in (64, 256, 1024)}
+    loss = {chunk: at_loss(memory={"loss_chunk_tokens": chunk}) for chunk in (64, 256, 1024)}
     assert [loss[chunk].logits for chunk in (64, 256, 1024)] == [64 * 2048 * 4, 256 * 2048 * 4, 256 * 2048 * 4]
-    assert moments(*planned(2, precision={"compute": "bf16"}))[0].logits == 256 * 2048 * 6
+    assert at_loss(precision={"compute": "bf16"}).logits == 256 * 2048 * 6
+
+
+def at_loss(device: str = "cpu", **sections: Any) -> MemoryEstimate:
+    return next(moment for moment in moments(*planned(2, device=device, **sections)) if moment.moment == "loss")
+
+
+def test_the_heads_gradient_is_added_up_without_a_copy_on_cuda_alone() -> None:
+    """2048 * 256 elements in fp32, and in bf16 what is added to them."""
+    bf16 = {"precision": {"compute": "bf16"}}
+    assert at_loss("cuda", **bf16).unsharded_gradients == 2048 * 256 * 4
+    assert at_loss("cpu", **bf16).unsharded_gradients == 2048 * 256 * 6
+
+
+def test_in_forward_a_unit_is_there_twice_beside_the_next() -> None:
+    """Its gathered parameters, its own flat buffer, and that of the next."""
+    forward = {moment.moment: moment for moment in moments(*planned(2))}
+    one, last = forward["forward of unit 2"], forward["forward of unit 3"]
+    root = forward["loss"].gathered - last.communication  # the last unit stays gathered
+    assert one.communication == 2 * last.communication == 2 * (one.gathered - root) > 0
+
+
+def test_earlier_microbatches_leave_sums_on_the_device_where_replicas_wait_for_the_last() -> None:
+    twice = {"gradient_accumulation": 2, "sequences_per_step": 16}
+    shards = {
+        "parallel": {"sharded_data_parallel_degree": 2},
+        "training": twice,
+        "memory": {"offload_parameters": True},
+    }
+    found = {moment.moment: moment for moment in moments(*planned(4, device="cuda", **shards))}
+    step = found["optimizer step"]
+    assert step.gradients == 0.0  # all of them are in the host's memory by then
+    assert found["loss"].gradients == moments(*planned(2))[-1].gradients
 
 
 def test_offload_on_cuda_moves_the_states_to_the_host() -> None:

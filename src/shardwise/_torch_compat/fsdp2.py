@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
 from unittest import mock
@@ -66,6 +67,22 @@ def reduce_left_gradients(modules: Sequence[FSDPModule]) -> None:
             group.post_backward()
     if modules:
         fully_shard.state(modules[0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+# No public names: FSDP2 adds up gradients in the dtype of reduction where backward leaves a unit, no later.
+def gradient_sums(modules: Sequence[FSDPModule]) -> dict[nn.Module, Callable[[], None]]:
+    """Return owner of parameters -> what adds their gradients to those that earlier backwards have left."""
+    owned: dict[nn.Module, list[Any]] = {}
+    for group in (group for module in modules for group in _parameter_groups(module)):
+        for parameter in group.fsdp_params:
+            owned.setdefault(parameter._module_info.module, []).append(parameter)
+    return {owner: partial(_add_up, parameters) for owner, parameters in owned.items()}
+
+
+def _add_up(parameters: Sequence[Any]) -> None:
+    for parameter in parameters:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
 
 
 # No public name: FSDP2 keeps to itself what backwards leave that it is told not to reduce after.

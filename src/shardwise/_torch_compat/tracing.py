@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 # No public names: torch documents dispatch modes only under its private module (torch 2.11 to 2.14).
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_off
 
 # Waits for torch.utils.pytree, which does not exist in torch 2.13.
@@ -32,6 +39,8 @@ __all__ = [
     "dispatch_modes_off",
     "is_fake",
     "is_traceable_wrapper_subclass",
+    "latest_mode",
+    "latest_mode_off",
     "runs_backward",
     "tree_flatten",
     "tree_leaves",
@@ -65,6 +74,16 @@ def attributes_of_fakes() -> frozenset[str]:
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor has no storage: one of a traced job, whose attributes are torch's own."""
     return isinstance(tensor, FakeTensor)
+
+
+def latest_mode() -> Any:
+    """Return the dispatch mode that was entered last; None without one."""
+    return _get_current_dispatch_mode()
+
+
+def latest_mode_off() -> AbstractContextManager[Any]:
+    """Set that mode aside inside."""
+    return _pop_mode_temporarily()
 
 
 def runs_backward() -> bool:

@@ -8,7 +8,7 @@ one, which moves as many bytes as the all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_sin
 from shardwise.collectives.names import collective_name
 
 ACTIVATIONS = "activations, or their gradients,"
+TOGETHER = 2**26  # bytes that are copied side by side for one call: all gradients of a rank would be there twice
 Move = Callable[[Tensor, Any], Tensor]
 
 
@@ -83,10 +84,19 @@ class RegatheredActivations:
         self.rows = rows
         self.readers = 0
         self._whole: Tensor | None = None
+        self._coming: Callable[[], Tensor] | None = None
 
-    def again(self, part: Tensor) -> Tensor:
-        """Return the whole of `part`, for one of the readers."""
-        whole = gather_rows(part, self.rows) if self._whole is None else self._whole
+    def ask(self, part: Tensor) -> None:
+        """Begin to gather the whole of `part`, beside what is computed until it is needed."""
+        if self._whole is None and self._coming is None:
+            self._coming = gathering_rows(part, self.rows, beside=True)
+
+    def again(self) -> Tensor:
+        """Return the whole of what was asked for, to one of the readers."""
+        if self._coming is not None:
+            self._whole, self._coming = self._coming(), None
+        assert self._whole is not None
+        whole = self._whole
         self.readers -= 1
         self._whole = whole if self.readers else None
         return whole
@@ -174,7 +184,7 @@ def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_together(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, unit: str) -> None:
-    """Sum each of `tensors` over `group`, in place, in one all-reduce on `device` for those of one dtype.
+    """Sum each of `tensors` over `group`, in place, on `device`; those of one dtype together, `TOGETHER` bytes a call.
 
     `unit` says what they are, for errors.
     """
@@ -190,29 +200,63 @@ def _reduce_together(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, unit: str, reduction: Any
 ) -> None:
     name = collective_name(unit, group, "all_reduce")
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+    for alike in _parts(tensors):
+        if len(alike) == 1 and alike[0].is_contiguous() and alike[0].device.type == device.type:
+            with name:
+                dist.all_reduce(alike[0], reduction, group=group)
+            continue
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in alike])
         with name:
             dist.all_reduce(flat, reduction, group=group)
         for tensor, total in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(total.view(tensor.shape))
+        del flat, total  # before the next
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors of one dtype, as many as `TOGETHER` bytes hold, or one that is larger."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        part, size = list[Tensor](), 0
+        for tensor in (tensor for tensor in tensors if tensor.dtype == dtype):
+            if part and size + tensor.nbytes > TOGETHER:
+                yield part
+                part, size = [], 0
+            part.append(tensor)
+            size += tensor.nbytes
+        yield part
 
 
 def gather_rows(values: Tensor, rows: SequenceRows) -> Tensor:
     """Gather [B, S of this rank, H] of each rank to [B, S, H]. Without autograd."""
-    sizes = rows.sizes
-    most = max(sizes)
-    own = rows.by_sample(values, sizes[rows.index])
+    return gathering_rows(values, rows)()
+
+
+def gathering_rows(values: Tensor, rows: SequenceRows, beside: bool = False) -> Callable[[], Tensor]:
+    """Begin to gather as `gather_rows`, and return what gives the whole; `beside` what is computed meanwhile."""
+    most = max(rows.sizes)
+    own = rows.by_sample(values, rows.sizes[rows.index])
     own = own if own.shape[1] == most else F.pad(own, (0, 0, 0, most - own.shape[1]))
-    everyone = own.new_empty(len(sizes), *own.shape)
-    with collective_name(ACTIVATIONS, rows.group, "all_gather"):
-        all_gather_single(everyone.flatten(0, 1), own.contiguous(), group=rows.group)
-    if min(sizes) == most:
-        whole = everyone.transpose(0, 1).reshape(rows.batch, rows.length, -1)  # of one sample no copy
+    everyone = own.new_empty(len(rows.sizes), *own.shape)
+    name = collective_name(ACTIVATIONS, rows.group, "all_gather")
+    with name:
+        work = all_gather_single(everyone.flatten(0, 1), own.contiguous(), group=rows.group, async_op=beside)
+
+    def whole() -> Tensor:
+        if work is not None:
+            with name:
+                work.wait()
+        return _side_by_side(everyone, rows, is_flat=values.dim() == 2)
+
+    return whole
+
+
+def _side_by_side(everyone: Tensor, rows: SequenceRows, is_flat: bool) -> Tensor:
+    """The positions of all ranks in order; of one sample in even runs no copy."""
+    if min(rows.sizes) == max(rows.sizes):
+        whole = everyone.transpose(0, 1).reshape(rows.batch, rows.length, -1)
     else:
-        whole = torch.cat([part[:, :size] for part, size in zip(everyone, sizes, strict=True)], 1)
-    return whole.flatten(0, 1) if values.dim() == 2 else whole
+        whole = torch.cat([part[:, :size] for part, size in zip(everyone, rows.sizes, strict=True)], 1)
+    return whole.flatten(0, 1) if is_flat else whole
 
 
 def _reduce_scatter_rows(values: Tensor, rows: SequenceRows) -> Tensor:

@@ -28,22 +28,41 @@ from shardwise.kernels.packed_weights import packed_product
 
 
 class WeightGradients:
-    """The weight gradients of one stage that backward has left for later."""
+    """The weight gradients of one stage that backward leaves for later.
+
+    Attributes:
+        waits: whether a backward that runs now leaves them, or has them computed at once.
+        pending: (module, what computes a gradient of its and adds it to `.grad`), in the order of backward.
+        sums: of a module, what adds its `.grad` to that of earlier backwards, if that is kept elsewhere.
+    """
 
     def __init__(self) -> None:
-        self.pending: list[Callable[[], None]] = []
+        self.waits = True
+        self.pending: list[tuple[nn.Module, Callable[[], None]]] = []
+        self.sums: dict[nn.Module, Callable[[], None]] = {}
+
+    def leave(self, module: nn.Module, compute: Callable[[], None]) -> None:
+        """Leave a gradient of `module` for later, or compute it."""
+        if self.waits:
+            self.pending.append((module, compute))
+        else:
+            self._compute(module, compute)
 
     def take(self) -> Callable[[], None]:
-        """Return a function that computes all that are pending and adds them to `.grad`; then none is pending."""
+        """Return a function that computes all that are pending; then none is pending."""
         taken, self.pending = self.pending, []
 
         @torch.no_grad()
         def run() -> None:
-            for compute in taken:
-                compute()
-            taken.clear()
+            while taken:  # each lets go of what it needed before the next
+                self._compute(*taken.pop(0))
 
         return run
+
+    def _compute(self, module: nn.Module, compute: Callable[[], None]) -> None:
+        compute()
+        if module in self.sums:
+            self.sums[module]()
 
 
 def linear(module: Any, values: Tensor, transposed: bool = False, biased: bool = True) -> Tensor:
@@ -206,10 +225,12 @@ class _LinearOfParts(torch.autograd.Function):
         part, weight = ctx.saved_tensors
         gradient = gradients[0]
         _, _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        if of_weight:
+            ctx.source.ask(part)
         return (
             _of_values(gradient, weight, ctx.float8),
             None,
-            _of_weight(gradient, ctx.source.again(part), ctx.float8) if of_weight else None,
+            _of_weight(gradient, ctx.source.again(), ctx.float8) if of_weight else None,
             gradient.flatten(0, -2).sum(0) if of_bias else None,
             None,
             None,
@@ -239,9 +260,9 @@ class _Deferred(torch.autograd.Function):
         (values,), gradient, module = ctx.saved_tensors, gradients[0], ctx.module
         _, of_weight, of_bias, *_ = ctx.needs_input_grad
         if of_weight:
-            ctx.later.pending.append(partial(_add_product, module, values, gradient, ctx.transposed))
+            ctx.later.leave(module, partial(_add_product, module, values, gradient, ctx.transposed))
         if of_bias:
-            ctx.later.pending.append(partial(_add_sum, module.bias, gradient))
+            ctx.later.leave(module, partial(_add_sum, module.bias, gradient))
         weight = module.weight.T if ctx.transposed else module.weight
         return _of_values(gradient, weight, getattr(module, "float8", None)), None, None, None, None, None
 

@@ -221,6 +221,7 @@ class _PartStage(LazyStage):
             dw_builder=None if weight_gradients is None else weight_gradients.take,
         )
         self._pipeline, self._part, self._writes = pipeline, part, pipeline.writes[part]
+        self._weight_gradients = weight_gradients
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._runner.number = fwd_chunk_id  # as a number: a tensor's value would not be known in a traced job
@@ -235,6 +236,8 @@ class _PartStage(LazyStage):
         assert self._pipeline.begin is not None
         if self._writes is not None:
             self._writes.before_backward(bwd_chunk_id)
+        if self._weight_gradients is not None:
+            self._weight_gradients.waits = not full_backward
         self._pipeline.begin(self._part, last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 

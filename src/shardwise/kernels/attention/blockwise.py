@@ -18,6 +18,7 @@ from shardwise._torch_compat.operators import has_flash_attention
 from shardwise.kernels.attention.blocks import ALL, SavedRows, ScoreBlock, merge_block, repeat_key_heads, sum_key_heads
 from shardwise.kernels.attention.call import AttentionCall, DropoutFactors
 from shardwise.kernels.attention.masks import Mask, MaskBlock, block_slices
+from shardwise.kernels.kept_results import kept
 from shardwise.kernels.loss import loss_dtype
 
 
@@ -65,12 +66,8 @@ def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, settings: Blo
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: BlockwiseSettings) -> Tensor:
-        keys, values = repeat_key_heads(key, query), repeat_key_heads(value, query)
         blocks = list(_blocks(query, key, value, settings))
-        if len(blocks) == 1 and blocks[0].mask is None and blocks[0].rows[2] == slice(0, query.shape[2]):
-            result, normaliser = blocks[0].forward(query, keys, values)  # all in one: there is nothing to merge
-        else:
-            result, normaliser = _merged(query, keys, values, blocks)
+        result, normaliser = kept(lambda: _attended(query, key, value, blocks))
         ctx.save_for_backward(query, key, value, result, normaliser)
         ctx.blocks = blocks
         return result
@@ -99,6 +96,13 @@ class _BlockwiseAttention(torch.autograd.Function):
                 total[where] += part
         gradients_of = zip(totals, (query, key, value), strict=True)
         return *(sum_key_heads(part, like).to(like.dtype) for part, like in gradients_of), None
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, blocks: list[ScoreBlock]) -> tuple[Tensor, Tensor]:
+    keys, values = repeat_key_heads(key, query), repeat_key_heads(value, query)
+    if len(blocks) == 1 and blocks[0].mask is None and blocks[0].rows[2] == slice(0, query.shape[2]):
+        return blocks[0].forward(query, keys, values)  # all in one: there is nothing to merge
+    return _merged(query, keys, values, blocks)
 
 
 def _merged(query: Tensor, keys: Tensor, values: Tensor, blocks: list[ScoreBlock]) -> tuple[Tensor, Tensor]:

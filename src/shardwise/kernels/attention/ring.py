@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise._torch_compat.operators import has_flash_attention
 from shardwise.collectives.context import pass_on
 from shardwise.kernels.attention.blocks import ALL, SavedRows, ScoreBlock, merge_block, repeat_key_heads, sum_key_heads
+from shardwise.kernels.kept_results import kept
 from shardwise.kernels.loss import loss_dtype
 
 # (rank whose keys they are, its rows of queries, columns of keys) -> something of that block.
@@ -60,19 +61,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: RingSettings
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: RingSettings) -> Tensor:
-        wide = loss_dtype(query.dtype)
-        output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
-        normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
-        rank, degree = ring.group.rank(), ring.group.size()
-        moving = [key, value]
-        for step in range(degree):
-            keys, values = (repeat_key_heads(tensor, query) for tensor in moving)
-            for block in _blocks(query, value, ring, (rank - step) % degree):
-                part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
-                merge_block(output[block.rows], normaliser[block.rows], part, logs)
-            if step < degree - 1:
-                moving = pass_on(moving, ring.group)
-        result = output.to(query.dtype)
+        result, normaliser = kept(lambda: _merged(query, key, value, ring))
         ctx.save_for_backward(query, key, value, result, normaliser)
         ctx.ring = ring
         return result
@@ -98,6 +87,23 @@ class _RingAttention(torch.autograd.Function):
                 moving = pass_on(moving, ring.group)
         gradients_of = zip((for_query, *carried), (query, key, value), strict=True)
         return *(part.to(like.dtype) for part, like in gradients_of), None
+
+
+def _merged(query: Tensor, key: Tensor, value: Tensor, ring: RingSettings) -> tuple[Tensor, Tensor]:
+    """(output in the dtype of the query, log-sum-exp)."""
+    wide = loss_dtype(query.dtype)
+    output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=wide, device=query.device)
+    normaliser = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
+    rank, degree = ring.group.rank(), ring.group.size()
+    moving = [key, value]
+    for step in range(degree):
+        keys, values = (repeat_key_heads(tensor, query) for tensor in moving)
+        for block in _blocks(query, value, ring, (rank - step) % degree):
+            part, logs = block.forward(query[block.rows], keys[block.columns], values[block.columns])
+            merge_block(output[block.rows], normaliser[block.rows], part, logs)
+        if step < degree - 1:
+            moving = pass_on(moving, ring.group)
+    return output.to(query.dtype), normaliser
 
 
 def _blocks(query: Tensor, value: Tensor, ring: RingSettings, source: int) -> Iterator[ScoreBlock]:

@@ -22,6 +22,7 @@ from shardwise._torch_compat.tracing import tree_flatten
 from shardwise.errors import ModelError
 from shardwise.job.schema import MemorySection
 from shardwise.kernels.dropout import active_scope, dropout_scope
+from shardwise.kernels.kept_results import keep_results
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
@@ -171,9 +172,7 @@ def _contexts(
     """Contexts of forward and of recomputation: what is kept; dropout, routes and state are this forward's."""
     scope = active_scope()
     of_forward = scope.snapshot() if scope else None
-    forward, recompute = (
-        create_selective_checkpoint_contexts(KEPT) if keeps.products else (nullcontext(), nullcontext())
-    )
+    forward, recompute = _selective() if keeps.products else (nullcontext(), nullcontext())
     calls = CheckpointedCalls(keeps.expert_rows)
 
     def again() -> Iterator[AbstractContextManager[Any]]:
@@ -183,6 +182,12 @@ def _contexts(
         yield as_found()
 
     return _MadeAnew(lambda: (forward, calls.made())), _MadeAnew(again)
+
+
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, recompute = create_selective_checkpoint_contexts(KEPT)
+    keep_results(forward, recompute)
+    return forward, recompute
 
 
 class _MadeAnew:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from shardwise._torch_compat.fsdp2 import gradient_sums
 from shardwise._torch_compat.groups import clear_placement_cache
 from shardwise.collectives import registration
 from shardwise.collectives.fsdp import name_collectives, overlap
@@ -51,6 +52,8 @@ class ShardedParameters(Transform):
             modules = shard_model(root, groups, inputs.plan, inputs.layout, keys, not inputs.facts.has_config, experts)
             for stage in stages:
                 stage.fsdp_modules = modules
+                if stage.weight_gradients is not None:
+                    stage.weight_gradients.sums = gradient_sums(modules)
 
 
 def _shared_experts(stage: StageBuilder, inputs: BuildInputs) -> list[str]:

@@ -10,7 +10,11 @@ from shardwise.plan.plan import Plan
 
 
 class DeferredWeightGradients(Transform):
-    """Backward of a stage's linear layers in two halves (Zero Bubble, arXiv 2401.10241, section 2)."""
+    """Backward of a stage's linear layers in two halves (Zero Bubble, arXiv 2401.10241, section 2).
+
+    Nobody waits for the gradient of the first stage's input: its weight gradients come with the rest, and what they
+    need does not have to wait.
+    """
 
     name = "weight_gradients"
     axis = Axis.PIPELINE
@@ -20,4 +24,5 @@ class DeferredWeightGradients(Transform):
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         for stage in build.stages:
-            stage.weight_gradients = defer_weight_gradients(stage.blocks(inputs.facts))
+            is_first = stage.boundary is not None and stage.boundary.is_first
+            stage.weight_gradients = defer_weight_gradients([] if is_first else stage.blocks(inputs.facts))

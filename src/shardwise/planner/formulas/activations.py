@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -173,6 +173,16 @@ def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch)
     return [*attention, norm, *mlp, ModuleMemory("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
 
 
+def waiting_features(facts: ModelFacts, kind: BlockKind, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the features of a token that a block's weight gradients wait with: its linear layers' inputs and outputs.
+
+    Query, key and value have one input, and so have gate and up.
+    """
+    linears = sum(sum(shape) for shape in shapes.values() if len(shape) == 2)
+    twice = (0 if kind.fused_projection else 2) + (kind.gated and bool(kind.shared_features or not kind.experts))
+    return linears - twice * facts.hidden_size
+
+
 def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMicrobatch) -> list[ModuleMemory]:
     """Return the modules of a block that is trained in part: inputs that no trained layer reads are not kept.
 
@@ -256,13 +266,15 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch
     saved, working = _fused_attention(facts, kind, shape, row, qkv) if fused else _plain_attention(facts, shape, row)
     apart = kind.heads_apart if shape.attention == "fused" else not fused
     output = facts.hidden_size * heads
+    per_head = shape.tokens * facts.attention_heads / shape.tensor
+    kept = row + per_head * (FP32 if fused else shape.sequence * shape.bytes)  # statistics, or scores
     return [
         _norm("attention norm", between, kind, shape),
         ModuleMemory(
             "query, key, value", between, qkv, _input_gradients(1 if kind.fused_projection else 3, whole, shape), size
         ),
         ModuleMemory("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
-        ModuleMemory("attention", saved, row if fused else 0.0, working),
+        ModuleMemory("attention", saved, kept, working),
         ModuleMemory("attention output", row if apart else 0.0, whole, whole, output),
         ModuleMemory("attention dropout", _mask(between, shape)),
     ]

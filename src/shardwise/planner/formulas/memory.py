@@ -16,7 +16,8 @@ tensor parallelism all are of the first, fullest, rank.
 FSDP2 (torch/distributed/fsdp/_fully_shard) gathers a unit into a flat buffer of n_u·c and copies it out into
 parameters of n_u·c; in forward the flat buffer lives until the next unit's copy-out, in backward it is freed at once.
 Without a pipeline the last unit stays gathered from its forward to its backward.
-Each unit that is prefetched holds a flat buffer. After a unit's backward its parameters are freed, its gradients n_u·c
+Each unit that is prefetched holds a flat buffer. With replicas, what earlier microbatches' reductions have left waits
+in r bytes on the device for the last one's. After a unit's backward its parameters are freed, its gradients n_u·c
 are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s·r becomes the gradient shard; the input
 lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
 is no flat buffer. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
@@ -39,7 +40,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from shardwise.job.axes import Axis
-from shardwise.job.devices import CPU
+from shardwise.job.devices import CPU, CUDA, kernels_of
 from shardwise.model.facts import ModelFacts
 from shardwise.model.packed_weights import packed_bytes
 from shardwise.plan.draft import group_size, in_flight
@@ -57,6 +58,7 @@ from shardwise.planner.formulas.activations import (
     modules_of_block,
     of_trained,
     saved_bytes,
+    waiting_features,
 )
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.planner.formulas.prediction import IMBALANCE
@@ -64,7 +66,6 @@ from shardwise.planner.formulas.shapes import (
     expert_shards,
     local_shapes,
     optimizer_state_bytes,
-    split_backward_features,
     weights_put_off,
 )
 
@@ -270,8 +271,10 @@ class _Step:
 
     def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
         """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
-        earlier = self.plan.accumulation > 1 and not self._waits and not self.first
-        done = self.trained if earlier else sum(unit.trained_shard for unit in reduced)
+        done, partial = sum(unit.trained_shard for unit in reduced), 0.0
+        if self.plan.accumulation > 1 and not self._waits and not self.first:
+            partial = (self.trained - done) * self.reduction if self._has_replicas else 0.0
+            done = done if self._has_replicas else self.trained
         state = MemoryEstimate(
             moment,
             parameters=self.parameter_bytes,
@@ -285,13 +288,17 @@ class _Step:
         )
         away, copies = self._host_updates
         if not self.on_accelerator:
-            return replace(state, optimizer=state.optimizer + copies)
+            return replace(state, optimizer=state.optimizer + copies, gradients=state.gradients + partial)
         state = replace(state, host=self._pool + away + copies, optimizer=state.optimizer - away)
         if not self.job.memory.offload_parameters:
-            return state
+            return replace(state, gradients=state.gradients + partial)
         moved = state.parameters + state.gradients + state.optimizer + state.reference + state.ema
         host = state.host + moved
-        return replace(state, parameters=0.0, gradients=0.0, optimizer=0.0, reference=0.0, ema=0.0, host=host)
+        return replace(state, parameters=0.0, gradients=partial, optimizer=0.0, reference=0.0, ema=0.0, host=host)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return self.fsdp and self.plan.degrees[Axis.REPLICA] > 1
 
     @cached_property
     def _host_updates(self) -> tuple[float, float]:
@@ -318,15 +325,42 @@ class _Step:
 
     @cached_property
     def _always(self) -> float:
-        """The mask, which all blocks share; on a CPU the pool of offloaded inputs; what other microbatches keep on a
-        pipeline stage, the stages' traffic, and what weight gradients wait with."""
+        """The mask, which all blocks share; on a CPU the pool of offloaded inputs; other microbatches and traffic."""
+        mask = self._mask * self.compute
+        return mask + (0.0 if self.on_accelerator else self._pool) + self._others + self._traffic
+
+    @cached_property
+    def _others(self) -> float:
+        """What other microbatches keep on a pipeline stage, and what weight gradients wait with."""
         mask = self._mask * self.compute
         of_microbatch = self._kept_until[-1] / max(1, len(self.stages)) + mask
-        later = split_backward_features(self.facts, self.plan, self.pipeline) * self.tokens * self.compute
+        later = self._put_off * sum(self._waiting) / max(1, len(self.stages))
         others = (self.flights - 1) * of_microbatch + later
         if self.plan.in_v:  # they wait when no forward comes any more: by then as many fewer are in flight
-            others = max(others - later, others - weights_put_off(self.plan, self.pipeline) * of_microbatch)
-        return mask + (0.0 if self.on_accelerator else self._pool) + others + self._traffic
+            others = max(others - later, others - self._put_off * of_microbatch)
+        return others
+
+    @cached_property
+    def _put_off(self) -> int:
+        return weights_put_off(self.plan, self.pipeline)
+
+    @cached_property
+    def _waiting(self) -> list[float]:
+        """What each unit's weight gradients wait with; on the first stage, whose input needs no gradient, they do not
+        wait."""
+        if not self.plan.splits_backward:
+            return [0.0] * len(self.units)
+        units = ((stage, names) for stage, part in zip(self.stages, self._groups, strict=True) for names in part)
+        features = (
+            sum(waiting_features(self.facts, self.kind, self._shapes[name]) for name in names) if stage else 0
+            for stage, names in units
+        )
+        return [float(count * self.tokens * self.compute) for count in features]
+
+    def _waiting_after(self, index: int) -> float:
+        """Return what the units after `index` that are of its stage have left for their weight gradients."""
+        ends = accumulate(map(len, self._groups))
+        return sum(self._waiting[index + 1 : next(end for end in ends if end > index)])
 
     @cached_property
     def _mask(self) -> float:
@@ -455,8 +489,12 @@ class _Step:
     # --- moments
 
     def moments(self) -> Iterator[MemoryEstimate]:
+        for index in range(len(self.units))[-2:]:
+            yield self.in_forward(index)
         if self.has_head:
             yield self.at_loss()
+            if self.plan.chunked_loss:
+                yield self.at_head()
             if self.kind.rms_norm:
                 yield self.at_final_norm()
         for index in (index for index in reversed(range(len(self.units))) if self.reached[index]):
@@ -466,17 +504,29 @@ class _Step:
         yield self.in_root_reduction()
         yield replace(self.base("optimizer step", [*self.units, self.root]), gathered=0.0)
 
+    def in_forward(self, index: int) -> MemoryEstimate:
+        """The end of a unit's forward: its own flat buffer is still there, and those of the next are filled."""
+        size, ahead = self.base(f"forward of unit {index}"), self.job.parallel.prefetch_depth
+        gathered = self.units[: index + 1] if self.keeps_gathered else self.units[index : index + 1]
+        flat = 0.0 if self.ranks == 1 else self._gathered(self.units[index : index + 1 + ahead])
+        return replace(
+            size,
+            gathered=size.gathered + self._gathered(gathered),
+            communication=0.0 if self._waits else flat,
+            activations=size.activations + self.kept_before(index) + self.kept(index),
+        )
+
     def at_loss(self) -> MemoryEstimate:
         """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
-        hidden states and head; hidden states before and after the final norm. Whole logits: log-softmax, its gradient
-        and that of the logits."""
+        hidden states and head; hidden states before and after the final norm. A share of the head's gradient is added
+        up in the loss dtype, on CUDA without being made first. Whole logits: log-softmax, its gradient and that of the
+        logits."""
         size, vocabulary = self.base("loss"), self.vocabulary
         kept = self.units if self.keeps_gathered else self.units[-1:] if self.plan.keeps_last_unit else []
-        cast = self.compute if self.compute != self.loss else 0
         if self.plan.chunked_loss:
-            rows = min(self.tokens, self.job.memory.loss_chunk_tokens)
+            rows, cast = min(self.tokens, self.job.memory.loss_chunk_tokens), self._cast
             logits = float(rows * vocabulary * (self.loss + cast))
-            gradients = self.head * (self.loss + cast)
+            gradients = self.head * (self.loss + (0 if kernels_of(self.plan.world.device_type) == CUDA else cast))
         else:
             logits, gradients = 3.0 * self.tokens * vocabulary * self.loss, 0.0
         return replace(
@@ -487,6 +537,17 @@ class _Step:
             working=self.row,
             logits=logits,
         )
+
+    @property
+    def _cast(self) -> int:
+        """Bytes of a number that is in the loss dtype and in the compute dtype, where they differ."""
+        return self.compute if self.compute != self.loss else 0
+
+    def at_head(self) -> MemoryEstimate:
+        """The backward of a chunked loss, which casts the head's gradient."""
+        size = self.at_loss()
+        gradients = self.base("").unsharded_gradients + self.head * (self.loss + self._cast)
+        return replace(size, moment="backward of the loss", logits=0.0, unsharded_gradients=gradients)
 
     def at_final_norm(self) -> MemoryEstimate:
         """The backward of the final norm, in fp32 on all positions: its input and five as large; the next gathered."""
@@ -507,13 +568,18 @@ class _Step:
         worst, gradients = self._backward
         if self.facts.frozen:  # what the modules' own weights would have is not there
             gradients = min(gradients, (unit.trained + unit.alone) * self.compute)
+        if self._waiting[index]:  # weight gradients come later
+            gradients = 0.0
         waiting = self.units[index + 1].trained * self.reduction if index + 1 < len(self.units) else 0.0
         return replace(
             size,
             gathered=size.gathered + self._gathered(self.units[: index + 1] if self.keeps_gathered else [unit]),
             communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
-            activations=size.activations + self.kept_before(index) + self.recomputed(index),
+            activations=size.activations
+            + self.kept_before(index)
+            + self.recomputed(index)
+            + self._waiting_after(index),
             working=worst - self._saved + self.between,
         )
 
@@ -526,9 +592,14 @@ class _Step:
             gathered=size.gathered + (self._gathered(self.units[:index]) if self.keeps_gathered else 0.0),
             communication=self._prefetched(index) + buffers,
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + own + unit.alone * self.compute,
-            activations=size.activations + self.kept_before(index),
+            activations=size.activations + self.kept_before(index) - self._gone,
             working=self.row,
         )
+
+    @property
+    def _gone(self) -> float:
+        """What is not there any more when gradients are reduced: at a step's end, where they wait for it."""
+        return self._others if self._waits else 0.0
 
     def at_embedding(self) -> MemoryEstimate:
         """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
@@ -546,7 +617,13 @@ class _Step:
         """The root's gradients beside their reduce-scatter input; nothing is gathered any more."""
         size = self.base("reduction of the root", self.units)
         own, buffers = self._reduced(self.root)
-        return replace(size, gathered=0.0, communication=buffers, unsharded_gradients=size.unsharded_gradients + own)
+        return replace(
+            size,
+            gathered=0.0,
+            communication=buffers,
+            unsharded_gradients=size.unsharded_gradients + own,
+            activations=size.activations - self._gone,
+        )
 
     def _reduced(self, unit: _Unit) -> tuple[float, float]:
         """(gradients, buffers) at the larger moment of a reduction: filling its input, or its output beside it."""

@@ -125,20 +125,6 @@ def weights_put_off(plan: Plan, pipeline: int) -> int:
     return pipeline * (2 if plan.job.parallel.pipeline == "zbv" else 1)
 
 
-def split_backward_features(facts: ModelFacts, plan: Plan, pipeline: int) -> float:
-    """Features of a token that weight gradients put off wait with: inputs and outputs of a stage's linear layers.
-
-    0 where backward is not split; in a V the mean of a rank's two stages, which take turns.
-    """
-    if not plan.splits_backward:
-        return 0
-    stages = plan.stages_of(pipeline) if plan.in_v else (pipeline,)
-    inside = tuple(f"{name}." for stage in stages for name in plan.stages[stage])
-    shapes = local_shapes(facts, plan, pipeline=pipeline)
-    rows = sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2 and name.startswith(inside))
-    return weights_put_off(plan, pipeline) * rows / len(stages)
-
-
 def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipeline: int = 0) -> int:
     """Parameters that the rank at these coordinates holds; `shard` counts over shard x context.
 

@@ -29,6 +29,11 @@ class Operators(NamedTuple):
     work: Work
     memory: tuple[int, ...] = ()
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether matrices are multiplied."""
+        return any(kind[0] == "product" for kind in self.work)
+
 
 class Call(NamedTuple):
     """A collective or a message, as it is issued.

@@ -76,7 +76,7 @@ OPERATIONS = {
     "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }  # fmt: skip
-UPDATE = "update"
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"  # phases
 OF_UNITS = ("shard", "replica")  # groups of the collectives of FSDP2's units, by name
 
 
@@ -119,7 +119,7 @@ class RankRecorder(TorchDispatchMode):
         self._range: Any = None
         self._works: list[FinishedWork] = []  # torch holds what Python has made of a work weakly
         self._work: Counter[tuple[str | int, ...]] = Counter()
-        self._launches, self._phase = 0, "forward"
+        self._launches, self._phase = 0, FORWARD
         self.discipline = Discipline(exempt)
         self._has_host = storages.device_type != CPU  # apart from what it computes on
         self._host_bytes, self._beside = 0, False
@@ -249,7 +249,7 @@ class RankRecorder(TorchDispatchMode):
             if not any(map(self._storages.counts, tensors)):
                 self._on_host(work)
                 return output
-        self._operator(work, UPDATE if self.updating else "backward" if in_backward else "forward")
+        self._operator(work, UPDATE if self.updating else BACKWARD if in_backward else FORWARD)
         return output
 
     def _copied(self, copies: Sequence[HostCopy], output: Any) -> None:

@@ -28,7 +28,7 @@ from shardwise.testing.trace.program import (
     Read,
     Wait,
 )
-from shardwise.testing.trace.recorder import UPDATE
+from shardwise.testing.trace.recorder import BACKWARD, UPDATE
 from shardwise.testing.trace.roofline import Roofline
 
 COMPUTATION, HOST, THREAD, COPIES = "computation", "host", "thread of the host", "copies"
@@ -43,6 +43,25 @@ class TimelineSlice(NamedTuple):
     start: float
     seconds: float
     entry: Operators | Call | None = None
+
+
+class Worked(NamedTuple):
+    """What a rank's microbatches have taken by the end of what they compute: what comes behind is done once a step.
+
+    Attributes:
+        seconds: until then.
+        messages, collectives, apart: as a clock's.
+    """
+
+    seconds: float = 0.0
+    messages: float = 0.0
+    collectives: float = 0.0
+    apart: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Seconds without what the rank has waited for other stages."""
+        return self.seconds - self.messages
 
 
 @dataclass
@@ -66,7 +85,7 @@ class Clock:
         launching: seconds of the host's launches.
         messages: seconds that computation has waited for messages.
         collectives: seconds that it has waited for collectives.
-        updating: seconds of the optimizer.
+        worked: the microbatches' part of all this.
     """
 
     host: float = 0.0
@@ -86,12 +105,7 @@ class Clock:
     launching: float = 0.0
     messages: float = 0.0
     collectives: float = 0.0
-    updating: float = 0.0
-
-    @property
-    def own(self) -> float:
-        """Seconds of the rank's microbatches, without what it has waited for other stages and without the update."""
-        return max(self.host, self.computation) - self.messages - self.updating
+    worked: Worked = field(default_factory=Worked)
 
 
 class Replay(RankWorld):
@@ -153,7 +167,8 @@ class Replay(RankWorld):
         clock.computed += device
         clock.launching += host
         seconds = clock.computation - start
-        clock.updating += seconds if operators.phase == UPDATE else 0.0
+        if operators.phase == BACKWARD or (operators.phase != UPDATE and operators.multiplies):
+            clock.worked = Worked(clock.computation, clock.messages, clock.collectives, clock.apart)
         self.slices.append(TimelineSlice(rank, COMPUTATION, operators.phase, start, seconds, operators))
 
     def _copy(self, rank: int, clock: Clock, copy: Copy) -> None:

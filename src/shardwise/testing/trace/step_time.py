@@ -81,7 +81,7 @@ class StepTime:
     @property
     def slowest(self) -> int:
         """The rank whose own work takes longest."""
-        return max(self.clocks, key=lambda rank: self.clocks[rank].own)
+        return max(self.clocks, key=lambda rank: self.clocks[rank].worked.own)
 
 
 def step_time(trace: JobTrace, facts: ModelFacts, cluster: Cluster) -> StepTime:
@@ -92,7 +92,7 @@ def step_time(trace: JobTrace, facts: ModelFacts, cluster: Cluster) -> StepTime:
     replay.run()
     count, whole = traced_microbatches(trace.plan), trace.plan.accumulation
     once = trace.plan.holds_whole  # a step gathers, and reduces
-    own = max(clock.own - once * clock.apart for clock in replay.clocks.values())
+    own = max(clock.worked.own - once * clock.worked.apart for clock in replay.clocks.values())
     more = (whole - count) / count * own
     hosts = {number: _host(rank, replay.clocks[number], trace) for number, rank in ranks.items()}
     closed_form = _closed_form(trace, facts, cluster)
