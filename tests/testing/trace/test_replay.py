@@ -94,10 +94,20 @@ def test_a_gathered_unit_is_waited_for_where_it_is_used() -> None:
 
 def test_stages_wait_for_messages() -> None:
     first: list[Entry] = [compute(2), call(0, SEND, 0, peer=1, batch=1), compute(1), Wait(0)]
-    second: list[Entry] = [call(0, RECEIVE, 0, peer=1, batch=1), Wait(0), compute(2)]
+    second: list[Entry] = [call(0, RECEIVE, 0, peer=1, batch=1), Wait(0), compute(2, "backward")]
     world = replay(first, second)
     assert world.seconds == 2 + 3 + 2
-    assert world.clocks[1].messages == 5 and world.clocks[1].own == 2
+    assert world.clocks[1].messages == 5 and world.clocks[1].worked.own == 2
+
+
+def test_what_comes_behind_the_last_backward_is_no_microbatch_s() -> None:
+    """A gradient that all ranks sum, which the slower one holds up, and its copies; not a weight's product put off."""
+    end: list[Entry] = [call(0, "all_reduce", 0), Wait(0), compute(1), compute(1, "update")]
+    late = Operators("forward", 1, {("product", 1, 1, 1): 2})
+    world = replay([compute(2), compute(4, "backward"), late, *end], [compute(1), compute(1, "backward"), *end])
+    assert world.seconds == 8 + 3 + 1 + 1
+    assert [clock.worked.own for clock in world.clocks.values()] == [8, 2]
+    assert world.clocks[1].collectives == 9 and world.clocks[1].worked.collectives == 0
 
 
 def test_a_slow_host_is_the_limit_and_a_read_makes_it_wait() -> None:

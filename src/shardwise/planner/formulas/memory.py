@@ -331,7 +331,7 @@ class _Step:
 
     @cached_property
     def _others(self) -> float:
-        """What other microbatches keep on a pipeline stage, and what weight gradients wait with."""
+        """Bytes that other microbatches keep on a pipeline stage, with those of weight gradients that wait."""
         mask = self._mask * self.compute
         of_microbatch = self._kept_until[-1] / max(1, len(self.stages)) + mask
         later = self._put_off * sum(self._waiting) / max(1, len(self.stages))
@@ -346,8 +346,8 @@ class _Step:
 
     @cached_property
     def _waiting(self) -> list[float]:
-        """What each unit's weight gradients wait with; on the first stage, whose input needs no gradient, they do not
-        wait."""
+        """Bytes with which each unit's weight gradients wait; on the first stage, whose input needs no gradient, they
+        do not."""
         if not self.plan.splits_backward:
             return [0.0] * len(self.units)
         units = ((stage, names) for stage, part in zip(self.stages, self._groups, strict=True) for names in part)
@@ -598,7 +598,7 @@ class _Step:
 
     @property
     def _gone(self) -> float:
-        """What is not there any more when gradients are reduced: at a step's end, where they wait for it."""
+        """Bytes that are gone when gradients are reduced, where they wait for the end of a step."""
         return self._others if self._waits else 0.0
 
     def at_embedding(self) -> MemoryEstimate:

@@ -31,7 +31,7 @@ class Operators(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Whether matrices are multiplied."""
+        """True where matrices are multiplied."""
         return any(kind[0] == "product" for kind in self.work)
 
 

@@ -46,7 +46,7 @@ class TimelineSlice(NamedTuple):
 
 
 class Worked(NamedTuple):
-    """What a rank's microbatches have taken by the end of what they compute: what comes behind is done once a step.
+    """Seconds of a rank's microbatches, by the end of what they compute; what comes behind is done once a step.
 
     Attributes:
         seconds: until then.
