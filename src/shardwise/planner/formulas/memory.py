@@ -33,9 +33,8 @@ before gradients and reduction buffers of the same unit exist, which take more: 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -43,7 +42,7 @@ from shardwise.job.axes import Axis
 from shardwise.job.devices import CPU, CUDA, kernels_of
 from shardwise.model.facts import ModelFacts
 from shardwise.model.packed_weights import packed_bytes
-from shardwise.plan.draft import group_size, in_flight
+from shardwise.plan.draft import in_flight
 from shardwise.plan.optimizer_offload import offloaded_parameters
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
@@ -62,12 +61,8 @@ from shardwise.planner.formulas.activations import (
 )
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.planner.formulas.prediction import IMBALANCE
-from shardwise.planner.formulas.shapes import (
-    expert_shards,
-    local_shapes,
-    optimizer_state_bytes,
-    weights_put_off,
-)
+from shardwise.planner.formulas.shapes import optimizer_state_bytes, weights_put_off
+from shardwise.planner.formulas.units import RankUnits, Unit
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 KEPT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a dtype by torch's name
@@ -108,28 +103,6 @@ def moments(
     return [*first, *_Step(plan, facts, kind, pipeline, imbalance).moments()]
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Parameters that are gathered together.
-
-    Attributes:
-        whole, shard: elements, padded; of all ranks and of one. Packed weights count in `whole` as elements of the
-            compute dtype that take their bytes.
-        blocks: that are in it.
-        trained, trained_shard: the same as the first two, of parameters that have gradients.
-        last: elements of the last tensor that has one.
-        alone: elements that have one and are on this rank alone, which FSDP2 leaves: in the shards, not in the whole.
-    """
-
-    whole: float
-    shard: float
-    blocks: int
-    trained: float
-    trained_shard: float
-    last: float
-    alone: float
-
-
 class _Step:
     """The formulas, for one plan and model; on a pipeline rank for the `first` backward of a step, or a later one."""
 
@@ -141,6 +114,7 @@ class _Step:
         self.stages = plan.stages_of(pipeline)  # none without a pipeline
         self.job = plan.job
         self.master, self.compute = BYTES[plan.dtypes.parameters], BYTES[plan.dtypes.compute]
+        self.sizes = RankUnits(plan, facts, pipeline, self.compute)
         self.reduction, self.loss = BYTES[plan.dtypes.reduction], BYTES[plan.dtypes.loss]
         self.ranks = plan.state_ranks
         self.fsdp = plan.needs_fsdp
@@ -151,69 +125,13 @@ class _Step:
         self.context, self.tensor = plan.degrees[Axis.CONTEXT], plan.degrees[Axis.TENSOR]
         self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
 
-    @cached_property
-    def units(self) -> list[_Unit]:
-        """The groups of blocks that are one unit of FSDP2, in forward order."""
-        return [self._unit(names) for part in self._groups for names in part]
+    @property
+    def units(self) -> list[Unit]:
+        return self.sizes.of_blocks
 
-    @cached_property
-    def _groups(self) -> list[list[tuple[str, ...]]]:
-        """The names of each unit's blocks, stage by stage."""
-        whole = tuple(block.name for block in self.facts.blocks)
-        strategy, groups = self.job.memory.checkpoint_strategy, []
-        for names in [self.plan.stages[stage] for stage in self.stages] or [whole]:
-            size = len(names) if strategy == "contiguous" else group_size(strategy) or 1
-            groups.append([names[start : start + size] for start in range(0, len(names), max(1, size))])
-        return groups
-
-    @cached_property
-    def root(self) -> _Unit:
-        """Everything outside of the blocks."""
-        return self._sized(self._shapes[None], 0)
-
-    @cached_property
-    def _shapes(self) -> dict[str | None, dict[str, tuple[int, ...]]]:
-        """The shapes of each block's parameters on this rank, by name; under None, of those outside of the blocks."""
-        shapes: dict[str | None, dict[str, tuple[int, ...]]] = defaultdict(dict)
-        for name, shape in local_shapes(self.facts, self.plan, pipeline=self.pipeline).items():
-            shapes[self.facts.block_of.get(name)][name] = shape
-        return shapes
-
-    def _unit(self, names: Sequence[str]) -> _Unit:
-        return self._sized({key: shape for name in names for key, shape in self._shapes[name].items()}, len(names))
-
-    def _sized(self, shapes: Mapping[str, tuple[int, ...]], blocks: int) -> _Unit:
-        """Each tensor's dim 0 is padded to a multiple of the shard ranks."""
-        trained = {name: shape for name, shape in shapes.items() if name not in self.facts.frozen}
-        last = math.prod(list(trained.values())[-1]) if trained else 0
-        (shard, whole), (trained_shard, trained_whole) = self._padded(shapes), self._padded(trained)
-        alone = sum(math.prod(shape) for name, shape in trained.items() if self._is_alone(name))
-        return _Unit(whole, shard, blocks, trained_whole, trained_shard, last, alone)
-
-    def _is_alone(self, name: str) -> bool:
-        return self.plan.leaves_experts and name in self.facts.expert_parameters
-
-    def _padded(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, float]:
-        """Return (elements of one rank, elements of all ranks that shard them, packed ones by their bytes)."""
-        shard, whole = 0, 0.0
-        for name, shape in shapes.items():
-            size = math.prod(self._part(name, shape))
-            shard += size
-            whole += 0 if self._is_alone(name) else size * self._shards(name) * self._packing(name)
-        return shard, whole
-
-    def _part(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of what one of the ranks that shard a parameter has of it, padded."""
-        return (math.ceil(shape[0] / self._shards(name)), *shape[1:]) if shape else shape
-
-    def _shards(self, name: str) -> int:
-        is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
-        return expert_shards(self.plan) if is_shared else self.ranks
-
-    def _packing(self, name: str) -> float:
-        """Return the bytes of a packed weight's elements as a share of those in the compute dtype; else 1."""
-        form = self.facts.packed.get(name)
-        return 1 if form is None else packed_bytes(form) / self.compute
+    @property
+    def root(self) -> Unit:
+        return self.sizes.root
 
     @cached_property
     def head(self) -> float:
@@ -248,8 +166,8 @@ class _Step:
     @cached_property
     def parameter_bytes(self) -> float:
         """Bytes of the parameters on this rank; frozen ones may be kept in a dtype of their own, or packed."""
-        shapes = [item for shapes in self._shapes.values() for item in shapes.items()]
-        return sum(self._padded({name: shape})[0] * self._element_bytes(name) for name, shape in shapes)
+        shapes = self.sizes.all_shapes.items()
+        return sum(self.sizes.padded({name: shape})[0] * self._element_bytes(name) for name, shape in shapes)
 
     def _element_bytes(self, name: str) -> float:
         form = self.facts.packed.get(name)
@@ -263,13 +181,15 @@ class _Step:
     @cached_property
     def optimizer_bytes(self) -> float:
         """Bytes of the optimizer's state on this rank."""
-        shapes = {name: shape for of_block in self._shapes.values() for name, shape in of_block.items()}
-        trained = {name: self._part(name, shape) for name, shape in shapes.items() if name not in self.facts.frozen}
+        shapes = self.sizes.all_shapes
+        trained = {
+            name: self.sizes.part(name, shape) for name, shape in shapes.items() if name not in self.facts.frozen
+        }
         return optimizer_state_bytes(self.plan, self.facts, trained)
 
     # --- what is held all the time
 
-    def base(self, moment: str, reduced: Sequence[_Unit] = ()) -> MemoryEstimate:
+    def base(self, moment: str, reduced: Sequence[Unit] = ()) -> MemoryEstimate:
         """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
         done, partial = sum(unit.trained_shard for unit in reduced), 0.0
         if self.plan.accumulation > 1 and not self._waits and not self.first:
@@ -303,10 +223,10 @@ class _Step:
     @cached_property
     def _host_updates(self) -> tuple[float, float]:
         """Bytes of optimizer state in host memory, and of the copies beside it (training/host_updates.py)."""
-        shapes = {name: shape for of_block in self._shapes.values() for name, shape in of_block.items()}
+        shapes = self.sizes.all_shapes
         names = [name for name in self.facts.parameter_shapes if name in shapes]
         chosen = offloaded_parameters(self.facts, names, float(self.job.memory.offload_optimizer))
-        parts = {name: self._part(name, shapes[name]) for name in chosen}
+        parts = {name: self.sizes.part(name, shapes[name]) for name in chosen}
         state = optimizer_state_bytes(self.plan, self.facts, parts)
         weights = self.master * sum(map(math.prod, parts.values()))
         return state, 2 * weights + state * self.plan.updates_in_backward
@@ -350,16 +270,16 @@ class _Step:
         do not."""
         if not self.plan.splits_backward:
             return [0.0] * len(self.units)
-        units = ((stage, names) for stage, part in zip(self.stages, self._groups, strict=True) for names in part)
+        units = ((stage, names) for stage, part in zip(self.stages, self.sizes.groups, strict=True) for names in part)
         features = (
-            sum(waiting_features(self.facts, self.kind, self._shapes[name]) for name in names) if stage else 0
+            sum(waiting_features(self.facts, self.kind, self.sizes.shapes[name]) for name in names) if stage else 0
             for stage, names in units
         )
         return [float(count * self.tokens * self.compute) for count in features]
 
     def _waiting_after(self, index: int) -> float:
         """Return what the units after `index` that are of its stage have left for their weight gradients."""
-        ends = accumulate(map(len, self._groups))
+        ends = accumulate(map(len, self.sizes.groups))
         return sum(self._waiting[index + 1 : next(end for end in ends if end > index)])
 
     @cached_property
@@ -442,7 +362,7 @@ class _Step:
         What a stage is sent has a gradient in any case.
         """
         names, trained, reached = iter(self.facts.parameter_shapes), False, list[bool]()
-        for part, blocks in ((part, unit) for part, units in enumerate(self._groups) for unit in units):
+        for part, blocks in ((part, unit) for part, units in enumerate(self.sizes.groups) for unit in units):
             inside = {name for name, block in self.facts.block_of.items() if block in blocks}
             for name in names:
                 trained = trained or name not in self.facts.frozen
@@ -479,7 +399,7 @@ class _Step:
 
     def kept_before(self, index: int) -> float:
         """Return what the units before `index` that are of its stage keep."""
-        starts = accumulate((len(part) for part in self._groups[:-1]), initial=0)
+        starts = accumulate((len(part) for part in self.sizes.groups[:-1]), initial=0)
         return self._kept_until[index] - self._kept_until[max(start for start in starts if start <= index)]
 
     @cached_property
@@ -625,7 +545,7 @@ class _Step:
             activations=size.activations - self._gone,
         )
 
-    def _reduced(self, unit: _Unit) -> tuple[float, float]:
+    def _reduced(self, unit: Unit) -> tuple[float, float]:
         """(gradients, buffers) at the larger moment of a reduction: filling its input, or its output beside it."""
         if not self.fsdp:
             return unit.trained * self.compute, 0.0
@@ -636,7 +556,7 @@ class _Step:
         output = (unit.last * self.compute, ((1 + copies) * unit.trained + sharded) * self.reduction)
         return max(filling, output, key=sum)
 
-    def _gathered(self, units: Sequence[_Unit]) -> float:
+    def _gathered(self, units: Sequence[Unit]) -> float:
         return sum(unit.whole for unit in units) * self.compute if self.fsdp else 0.0
 
     def _prefetched(self, index: int) -> float:
