@@ -150,6 +150,9 @@ class _Step:
         if not self.stages:
             return 1
         most = max(in_flight(self.job.parallel, count, self.pipeline) for count in self.plan.accumulations)
+        if self.job.parallel.pipeline == "dualpipev" and not self.first:
+            # Its one more forward comes once for each microbatch beyond the warm-up, the first time before gradients.
+            most -= self.plan.accumulation < 2 * self.plan.degrees[Axis.PIPELINE] - self.pipeline + 1
         return most if self.first else min(most, self.plan.accumulation * len(self.stages) - 1)
 
     @cached_property
@@ -189,9 +192,10 @@ class _Step:
 
     # --- what is held all the time
 
-    def base(self, moment: str, reduced: Sequence[Unit] = ()) -> MemoryEstimate:
-        """Parameters, optimizer state, and the gradient shards of `reduced` (with accumulation, of everything)."""
-        done, partial = sum(unit.trained_shard for unit in reduced), 0.0
+    def base(self, moment: str, behind: Sequence[Unit] = (), reduces: bool = True) -> MemoryEstimate:
+        """Parameters, optimizer state, and gradients of the units that backward has left `behind`: their shards, if it
+        `reduces` them; with accumulation those of everything."""
+        done, partial = sum(unit.trained_shard for unit in behind) if reduces else 0, 0.0
         if self.plan.accumulation > 1 and not self._waits and not self.first:
             partial = (self.trained - done) * self.reduction if self._has_replicas else 0.0
             done = done if self._has_replicas else self.trained
@@ -201,7 +205,7 @@ class _Step:
             gradients=done * self.master,
             optimizer=self.optimizer_bytes,
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,
-            unsharded_gradients=self._unreduced,
+            unsharded_gradients=self._heads + self._unreduced(behind),
             activations=self._always,
             reference=self.parameter_bytes * (self.plan.reference == "copy"),
             ema=self.trained * self.master * (self.job.training.ema_decay is not None),
@@ -236,12 +240,16 @@ class _Step:
         """Return whether gradients are reduced once a step, at its end."""
         return self.plan.holds_whole and self.plan.accumulation > 1
 
-    @cached_property
-    def _unreduced(self) -> float:
-        whole = self.root.trained + sum(unit.trained + unit.alone for unit in self.units)
-        loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss  # a head's for each in flight
-        heads = (self.flights - 1) * self.head * self.loss if loss_made else 0.0
-        return heads + (whole * self.reduction if self._waits else 0.0)
+    @property
+    def _heads(self) -> float:
+        """A head's gradient for each microbatch in flight, made in its forward."""
+        loss_made = self.job.parallel.pipeline == "simple" and self.plan.chunked_loss
+        return (self.flights - 1) * self.head * self.loss if loss_made else 0.0
+
+    def _unreduced(self, done: Sequence[Unit]) -> float:
+        """Gradients that wait for the end of a step: of what is `done`, behind the first backward of everything."""
+        units = done if self.first else [*self.units, self.root]
+        return sum(unit.trained + unit.alone for unit in units) * self.reduction if self._waits else 0.0
 
     @cached_property
     def _always(self) -> float:
@@ -484,17 +492,19 @@ class _Step:
 
     def in_backward(self, index: int) -> MemoryEstimate:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
-        size, unit = self.base(f"backward of unit {index}", self.units[index + 1 :]), self.units[index]
+        size = self.base(f"backward of unit {index}", self.units[index + 1 :], reduces=not self._waits)
+        unit = self.units[index]
         worst, gradients = self._backward
         if self.facts.frozen:  # what the modules' own weights would have is not there
             gradients = min(gradients, (unit.trained + unit.alone) * self.compute)
         if self._waiting[index]:  # weight gradients come later
             gradients = 0.0
-        waiting = self.units[index + 1].trained * self.reduction if index + 1 < len(self.units) else 0.0
+        gathered = self.units[: index + 1] if self.keeps_gathered else [unit]
+        reduced = [] if self._waits else self.units[index + 1 : index + 2]
         return replace(
             size,
-            gathered=size.gathered + self._gathered(self.units[: index + 1] if self.keeps_gathered else [unit]),
-            communication=self._prefetched(index) + (waiting if self.fsdp else 0.0),
+            gathered=size.gathered + self._gathered(self.units if self._waits else gathered),
+            communication=self._prefetched(index) + self.fsdp * sum(one.trained for one in reduced) * self.reduction,
             unsharded_gradients=size.unsharded_gradients + self.head * self.compute + gradients,
             activations=size.activations
             + self.kept_before(index)
