@@ -433,8 +433,12 @@ class _Step:
         yield replace(self.base("optimizer step", [*self.units, self.root]), gathered=0.0)
 
     def in_forward(self, index: int) -> MemoryEstimate:
-        """The end of a unit's forward: its own flat buffer is still there, and those of the next are filled."""
-        size, ahead = self.base(f"forward of unit {index}"), self.job.parallel.prefetch_depth
+        """The end of a unit's forward: its own flat buffer is still there, and those of the next are filled.
+
+        Experts that ranks share are gathered last, and nobody gathers them ahead: the rest's buffers take their turn.
+        """
+        size = self.base(f"forward of unit {index}")
+        ahead = self.job.parallel.prefetch_depth if self.plan.degrees[Axis.EXPERT] == 1 else 0
         gathered = self.units[: index + 1] if self.keeps_gathered else self.units[index : index + 1]
         flat = 0.0 if self.ranks == 1 else self._gathered(self.units[index : index + 1 + ahead])
         return replace(
