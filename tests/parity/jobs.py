@@ -388,7 +388,7 @@ class Branching(SkipNet):
 
 
 class Everywhere(SkipNet):
-    """One weight is used between all blocks, and of two dropouts one drops nothing."""
+    """One weight is used between all blocks; of two dropouts one drops nothing, and the other is in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class Everywhere(SkipNet):
     def forward(self, x: Tensor) -> Tensor:
         for block in (*self.down, *self.up):
             x = nn.functional.dropout(self.beside(block(x)), 0.0, self.training)
-            x = nn.functional.dropout(x, 0.1, self.training)
+            x = nn.functional.dropout(x, 0.1, self.training, inplace=True)
         return self.last(self.middle(self.first(x)))
 
 

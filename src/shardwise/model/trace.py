@@ -39,6 +39,7 @@ from shardwise.model.user_state import changed_number, numbers_kept, user_state_
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
 DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
 _WITH_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+DROPOUTS = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 PIECE = "submod_pp_"  # torch's names of the pieces: with their numbers
 _ROOT = {"": ("", "torch.nn.Module")}
@@ -275,7 +276,7 @@ def _flatten(
                 f"its forward switches gradients or autocast for a part of it{in_parentheses(_line_of(graph, node))}"
             )
         stack = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        if dropout is not None and node.target is torch.ops.aten.dropout.default:
+        if dropout is not None and node.target in DROPOUTS:
             values, probability, training = node.args
             inner = stack[-1] if stack else ""
             block = next((name for name in stack if name in blocks), "")
