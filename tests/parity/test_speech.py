@@ -25,6 +25,7 @@ LENGTH = 6
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2, replica 2": (4, {"sharded_data_parallel_degree": 2}),
     "tensor 2": (2, {"tensor_parallel_degree": 2}),
+    "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
 }
 
 

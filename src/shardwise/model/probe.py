@@ -390,8 +390,8 @@ def _sample_tokens(model: nn.Module, shape: Sequence[int]) -> Tensor:
     special = {value for name, value in config.to_dict().items() if name.endswith("token_id") and value is not None}
     with dispatch_modes_off():
         ids = torch.full(tuple(shape), next(number for number in count() if number not in special))
-        if isinstance(config.eos_token_id, int):
-            ids[:, -1] = config.eos_token_id
+        if isinstance(last := getattr(config, "eos_token_id", None), int):
+            ids[:, -1] = last
     return ids
 
 
