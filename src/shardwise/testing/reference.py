@@ -61,6 +61,7 @@ FLOAT8 = (
 BF16_ITERATIONS = 0.05  # of a matrix's largest move: an element that is rounded otherwise moves all of them
 BIAS_MOVES = 1e-3  # of a router's bias, which steps of the same size add up to
 ROUNDINGS = 4  # of a gradient until weight decay is added to it: its sums, the clip factor
+SUMS = 10  # roundings of a gradient as large as the largest, until it is compared
 PARTS = (1 / 3, 2 / 3)  # of a loss, whose gradients have other roundings than the whole one's
 FLOOR_EXPECTED = 1e-12  # an fp64 model whose own rounding is above this computes partly in a smaller dtype
 FLOOR_MOST = 0.05  # of a gradient: no dtype's rounding is above this
@@ -175,7 +176,7 @@ class OracleReference:
         differences = [Difference(step, "data", "", math.inf if misread else 0.0, 0.0)]
         loss, forward = self._compare_forward(ours)
         norm, right, update_with = oracle.norm(ours.gradients), dict(oracle.gradients), self._update_gradients(ours)
-        noise = self._update_noise(step, update_with, before) if self.led else {}
+        noise = self._update_noise(step, update_with, before)
         oracle.update(step, update_with)
         update = Update(self.weights or before[0], ours.parameters)
         differences += compare_dtypes(self.plan, ours, oracle) + forward
@@ -252,15 +253,17 @@ class OracleReference:
         }
 
     def _update_noise(self, step: int, gradients: Mapping[str, Tensor], before: Snapshot) -> dict[str, Tensor]:
-        """Return by element how far an update moves where each gradient is off by its own rounding.
+        """Return by element how far an update moves where each gradient is off by its rounding.
 
-        Weight decay that is added to a gradient may cancel it. What is left is rounding, and an optimizer that divides
-        by the size of the gradient (RMSprop, Adam) makes a whole step of it.
+        Where the oracle updates with our gradients, that is rounding of the element itself: weight decay that is added
+        to a gradient may cancel it. Elsewhere it is what sums as large as the largest gradient round. An optimizer that
+        divides by the size of a gradient (RMSprop, Adam) makes a whole step of what is left.
         """
-        oracle, ends = self.oracle, []
+        oracle, ends, eps = self.oracle, [], torch.finfo(self.oracle.master).eps
+        largest_sum = 0.0 if self.led else largest(gradients.values())
         for sign in (1, -1):
-            eps = sign * ROUNDINGS * torch.finfo(oracle.master).eps
-            oracle.update(step, {name: gradient * (1 + eps) for name, gradient in gradients.items()})
+            relative, absolute = sign * ROUNDINGS * eps, sign * SUMS * eps * largest_sum
+            oracle.update(step, {name: gradient * (1 + relative) + absolute for name, gradient in gradients.items()})
             ends.append({name: parameter.detach().clone() for name, parameter in oracle.parameters.items()})
             oracle.restore(before)
         noise = {name: (ends[0][name] - ends[1][name]).abs() for name in ends[0]}
