@@ -52,6 +52,12 @@ def filled_by_a_view(mask: Tensor, value: Any) -> Tensor:
     return mask
 
 
+def shown_by_a_view(mask: Tensor) -> Tensor:
+    view = mask[1:]
+    mask[2] = 7.0
+    return view
+
+
 KNOWN: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "a mask of ones": (lambda x: (torch.ones(x.shape) > 0).all().item(), True),
     "as large as the batch": (lambda x: (torch.ones_like(x) < 0).any().item(), False),
@@ -60,6 +66,9 @@ KNOWN: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "numbers of the code": (lambda x: torch.tensor([4, 2]).tolist(), [4, 2]),
     "one of two outputs": (lambda x: torch.arange(6).view(2, 3).max(dim=1)[1].tolist(), [2, 2]),
     "written in place": (lambda x: filled(torch.ones(INPUTS), 2.0).sum().item(), 2.0 * INPUTS),
+    "written by a view": (lambda x: filled_by_a_view(torch.ones(INPUTS), 2.0).tolist(), [1.0, 2.0, 1.0, 1.0, 1.0]),
+    "written by a view of a view": (lambda x: filled_by_a_view(torch.ones(2, 3).view(6)[1:], 2.0).sum().item(), 6.0),
+    "a list of tensors": (lambda x: torch.tensor([torch.arange(3).max(), 7]).tolist(), [2, 7]),
     "used twice at each of many levels": (lambda x: doubled(torch.ones(2), 40).max().item(), 2.0**40),
     "a condition": (lambda x: bool((torch.arange(3) == 2).any()), True),
     "places": (lambda x: torch.arange(4)[torch.arange(4) > 1].tolist(), [2, 3]),
@@ -72,7 +81,8 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "memory that nothing fills": lambda x: torch.empty(2).sum().item(),
     "written by the batch": lambda x: filled(torch.ones(INPUTS), x[0, 0]).sum().item(),
     "random numbers in place": lambda x: torch.ones(INPUTS).uniform_().sum().item(),
-    "written by a view": lambda x: filled_by_a_view(torch.ones(INPUTS), 2.0).sum().item(),
+    "written by a view of the batch": lambda x: filled_by_a_view(torch.ones(INPUTS), x[0, 0]).sum().item(),
+    "a view of what was written": lambda x: shown_by_a_view(torch.ones(INPUTS)).sum().item(),
     "places in the batch": lambda x: x.nonzero().shape[0] + 0,
 }
 
@@ -91,6 +101,7 @@ EVERYWHERE: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "a mask as an index": (lambda x: x[x[:, 0] > 0].shape, (INPUTS, 3)),
     "a mask behind all rows": (lambda x: x[:, x[0] > 0].shape, (INPUTS, 3)),
     "a loop over places": (lambda x: [int(place) for place in (x[0] > 0).nonzero()], [0, 1, 2]),
+    "places of what was told": (lambda x: x[:2][x.told > 7].shape, (1, 3)),
     "what was told": (lambda x: (x.told + 1).tolist(), [8, 9]),
     "a choice by what was told": (lambda x: bool((x.told == 8).any()), True),
 }

@@ -10,10 +10,11 @@ expert has tokens), and the batch may have values that the caller gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise._torch_compat.tracing import (
@@ -60,6 +61,17 @@ class KnownValues(TorchDispatchMode):
         super().__init__()
         self.assumes = assumes
         self._origins = WeakTensorKeyDictionary()
+        self._views = WeakTensorKeyDictionary()  # tensor -> the operator that made it a view of its first argument
+        self._lists = _ListsRead()
+
+    def __enter__(self) -> Self:
+        self._lists.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._lists.__exit__(*failure)
 
     def assume(self, tensor: Tensor, value: Callable[[], Tensor]) -> None:
         """Take a fake tensor to hold what `value` returns, which is called when that is read."""
@@ -85,19 +97,32 @@ class KnownValues(TorchDispatchMode):
         for number, output in enumerate(tree_leaves(outputs)):
             if isinstance(output, FakeTensor):
                 self._origins[output] = _Origin(func, args, kwargs, number)
+                if func.is_view:
+                    self._views[output] = self._origins[output]
         return outputs
 
     def _everywhere(self, func: Any, args: Any) -> Any:
-        """Run an operator of CONDITIONAL with a condition that holds in all places."""
+        """Run an operator of CONDITIONAL with a condition that holds in all places, as far as it is unknown."""
         if func is torch.ops.aten.nonzero.default:
-            return self._constant(_places(args[0])[0])
+            return self._constant(self._places(args[0])[0])
         if func is torch.ops.aten.masked_select.default:
-            return torch.broadcast_tensors(*args)[0].reshape(-1)
+            values, condition = torch.broadcast_tensors(*args)
+            return torch.ops.aten.index.Tensor(values, list(map(self._constant, self._places(condition)[1])))
         places: list[Tensor | None] = []
         for index in args[1]:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            places += map(self._constant, _places(index)[1]) if is_mask else [index]
+            places += map(self._constant, self._places(index)[1]) if is_mask else [index]
         return func(args[0], places)
+
+    def _places(self, condition: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the indices [N, dims] of the places where a condition holds, and those of each dim."""
+        try:
+            value = self._value(condition)
+        except _UnknownError:
+            value = None
+        with dispatch_modes_off():
+            places = (torch.ones(condition.shape, dtype=torch.bool) if value is None else value).nonzero()
+            return places, places.unbind(1)
 
     def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags or func._opname in WITHOUT_VALUES:
@@ -108,29 +133,38 @@ class KnownValues(TorchDispatchMode):
         return all(tensor in self._origins for tensor in tensors)
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Learn what an operator writes; what shares memory with it, a view say, is unknown from here on."""
+        """Learn what an operator writes, and what that is a view of; other views of it are unknown from here on."""
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs)
         outputs = (argument.name for argument in func._schema.arguments if argument.is_write)
         written = [leaf for name in outputs for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
-        after = self._after_write(func, args, kwargs) if len(written) == 1 else None
+        after = self._after_write(func, args, kwargs) if len(written) == 1 else []
         memory = {storage_key(tensor) for tensor in written}
         for tensor in list(self._origins):
             if storage_key(tensor) in memory:
                 del self._origins[tensor]
-        if after is not None:
-            self._remember(written[0], after)
+        for tensor, value in after:
+            self._remember(tensor, value)
 
-    def _after_write(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """Return what the first argument holds afterwards; None where that is unknown."""
+    def _after_write(self, func: Any, args: Any, kwargs: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return what the first argument holds afterwards, and what it is a view of; nothing where that is unknown."""
         if not args or not self._is_known(func, args, kwargs):
-            return None
+            return []
+        tensors, views = [args[0]], list[_Origin]()  # from the whole to what is written
+        while (view := self._views.get(tensors[0])) is not None and view.args[0] in self._origins:
+            tensors, views = [view.args[0], *tensors], [view, *views]
         try:
-            copied = self._computed(_Origin(torch.clone, args[:1], {}, 0))
-            self._computed(_Origin(lambda _, *rest, **more: func(copied, *rest, **more), args, kwargs, 0))
+            values = [self._computed(_Origin(torch.clone, (tensors[0],), {}, 0))]
+            for view in views:
+                values.append(tree_leaves(self._applied(view, values[-1]))[view.number])
+            self._applied(_Origin(func, args, kwargs, 0), values[-1])
         except _UnknownError:
-            return None
-        return copied  # type: ignore[no-any-return]
+            return []
+        return list(zip(tensors, values, strict=True))
+
+    def _applied(self, origin: _Origin, first: Tensor) -> Any:
+        """Return what an operator gives for `first` in the place of its first argument."""
+        return self._computed(origin._replace(func=lambda _, *rest, **more: origin.func(first, *rest, **more)))
 
     def _computed(self, origin: _Origin) -> Any:
         """Return what an operator gives for values on the CPU.
@@ -165,16 +199,20 @@ class KnownValues(TorchDispatchMode):
         self._origins[tensor] = _Origin(lambda: value, (), {}, 0)
 
 
+class _ListsRead(TorchFunctionMode):
+    """Let `torch.tensor` read the fake tensors of a list one by one, where it would reach for their memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
+            args = (tree_map(lambda leaf: leaf.item() if isinstance(leaf, FakeTensor) else leaf, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 def _blank(tensor: Tensor) -> Tensor:
     with dispatch_modes_off():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _places(condition: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return the indices [N, dims] of all places of a condition, and those of each dim."""
-    with dispatch_modes_off():
-        places = torch.ones(condition.shape, dtype=torch.bool).nonzero()
-        return places, places.unbind(1)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -372,15 +372,25 @@ def run_on_fakes(
             name: _fake(value, device, torch.float32 if name in kept else dtype) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
-        _assume_tokens(known, model, arguments)
+        _assume_inputs(known, model, inputs, arguments)
         with watching or nullcontext():
             torch.func.functional_call(model, state, (), arguments)
 
 
-def _assume_tokens(known: KnownValues, model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Take the tokens that a model of transformers is given to be those of a text, in a forward that reads them."""
-    for name in TOKENS & arguments.keys() if known.assumes else ():
-        known.assume(arguments[name], partial(_sample_tokens, model, arguments[name].shape))
+def _assume_inputs(
+    known: KnownValues, model: nn.Module, inputs: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> None:
+    """Let a forward of transformers read its inputs: an example's are real, and tokens alone are those of a text."""
+    for name, argument in arguments.items() if known.assumes else ():
+        if isinstance(given := inputs[name], Tensor) and not given.is_meta:
+            known.assume(argument, partial(_value_of, given, argument.dtype))
+        elif name in TOKENS:
+            known.assume(argument, partial(_sample_tokens, model, argument.shape))
+
+
+def _value_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    with dispatch_modes_off():
+        return tensor.detach().to("cpu", dtype)
 
 
 def _sample_tokens(model: nn.Module, shape: Sequence[int]) -> Tensor:
@@ -480,7 +490,7 @@ class _RecordedForward:
                 state[name] = nn.Parameter(make(parameter, device, dtype), parameter.requires_grad)
                 vars(state[name]).update(vars(parameter))
             given = {name: make(tensor, device, dtype) for name, tensor in inputs.items()}
-            _assume_tokens(known, self.model, given)
+            _assume_inputs(known, self.model, inputs, given)
             self.functions.names = {id(tensor): name for name, tensor in (*self.originals.items(), *state.items())}
             self.writes.watch({name: state[name] for name, _ in self.model.named_parameters()})
             stack.enter_context(self.writes)

@@ -67,7 +67,7 @@ class ToySamples(torch.utils.data.Dataset[dict[str, Tensor]]):
         high, low = (CLASSES, 0) if kind == "classes" else (VOCABULARY, FIRST_TOKEN)
         labels = torch.randint(low, high, (rows,) if kind == "classes" else (rows, LENGTH), generator=draw)
         if kind == "next":
-            ids = torch.cat([labels[:, :1], torch.full((rows, tokens), IMAGE_TOKEN), labels], dim=1)
+            ids = torch.stack([_with_image(row, 1 + number % 3, tokens) for number, row in enumerate(labels)])
             labels = torch.cat([ids[:, 1:], torch.full((rows, 1), -100)], dim=1)
             labels = labels.masked_fill(labels == IMAGE_TOKEN, -100)
             self.columns |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -79,6 +79,11 @@ class ToySamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: values[index] for name, values in self.columns.items()}
+
+
+def _with_image(row: Tensor, place: int, tokens: int) -> Tensor:
+    """Return `row` with so many image tokens at `place`, and the token in front of them once more behind."""
+    return torch.cat([row[:place], torch.full((tokens,), IMAGE_TOKEN), row[place - 1 :]])
 
 
 def toy_of_files(task: str, model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
