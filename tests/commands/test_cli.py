@@ -335,7 +335,7 @@ def test_help_and_mistakes_need_no_torch() -> None:
             "mpt",
             {},
             [
-                "tensor degree 2 to 16, by outputs: there is no plan for mpt yet",
+                "tensor degree 2 to 16, by outputs: there is no plan for mpt",
                 "sequence no: the outputs of its split",
             ],
         ),

@@ -56,7 +56,7 @@ def biogpt_facts() -> ModelFacts:
 
 
 def test_the_family_of_the_page_is_added_by_one_file(extra_families: Path) -> None:
-    assert biogpt_facts().heads_whole == "there is no plan for biogpt yet"
+    assert biogpt_facts().heads_whole == "there is no plan for biogpt"
     (extra_families / "toy_biogpt.py").write_text(BIOGPT)
     known_families.cache_clear()
     facts = biogpt_facts()

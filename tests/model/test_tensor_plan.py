@@ -70,7 +70,7 @@ def test_a_region_with_parameters_that_the_plan_does_not_name_is_refused(monkeyp
 
 
 def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
-    assert _refusal(model("mpt")) == "there is no plan for mpt yet"
+    assert _refusal(model("mpt")) == "there is no plan for mpt"
     assert _refusal(model("codegen"))  # transformers 5.17 has no plan, 5.24 has one for some degrees
     assert "slow_but_exact" in _refusal(model("bloom", slow_but_exact=True, pretraining_tp=2))
     assert _refusal(nn.Linear(2, 2)).startswith("a module of model.factory")

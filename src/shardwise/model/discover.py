@@ -67,9 +67,11 @@ from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.split_forward import find_split_forward
 from shardwise.model.stage_cut import stage_facts
 from shardwise.model.tensor_plan import (
+    FEWEST_OUTPUTS,
     attention_split,
     completed,
     gathered_splits,
+    planned_part,
     sequence_capability,
     tensor_plan,
     vocabulary_parameters,
@@ -191,7 +193,8 @@ def _tensor_plan(
 ) -> tuple[dict[str, TensorSplit], Capability, str]:
     """Return how modules can be split over tensor ranks, and why heads stay whole where they do.
 
-    Heads are shared where they are counted alike in all layers, and in all of their attention.
+    Heads are shared where they are counted alike in all layers, and in all of their attention. A part that the plan
+    does not cover, as a tower of images, has all heads, and may have no dropout of scores: masks would not be alike.
     """
     if forward.draws_on_activations and isinstance(model, PreTrainedModel):
         return {}, refused(f"the forward of {config.model_type} draws random numbers, others on each tensor rank"), ""
@@ -200,15 +203,20 @@ def _tensor_plan(
         capability = refused(f"the layers of {config.model_type} differ in size")
     if not isinstance(model, PreTrainedModel):
         return splits, capability, ""
-    heads = attention_split(splits, forward.attention)
+    attention = [name for name in forward.attention if name.startswith(planned_part(model))]
+    heads = attention_split(splits, attention)
+    if capability.ok and len(attention) < len(forward.attention) and forward.has_attention_dropout:
+        capability = refused("attention has dropout in a part whose heads the plan leaves whole")
     if capability.ok and heads == "in some layers":
         capability = refused(f"the plan for {config.model_type} splits heads in some of its layers alone")
     if capability.ok:
         why = f"the plan for {config.model_type} leaves its attention whole" if heads == "nowhere" else ""
         return completed(model, splits, forward.called_linears), capability, why
     gathered = gathered_splits(model, forward.called_linears)
-    has_linears = any(split.kind == "gathered" for split in gathered.values())
-    return (gathered, SUPPORTED, capability.reason) if has_linears else (splits, capability, "")
+    if any(split.kind == "gathered" for split in gathered.values()):
+        return gathered, SUPPORTED, capability.reason
+    lack = forward.failure or f"its blocks call no linear layer of {FEWEST_OUTPUTS} outputs or more"
+    return splits, refused(f"{capability.reason}, and {lack}"), ""
 
 
 def _transformers_start(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> dict[str, Any]:

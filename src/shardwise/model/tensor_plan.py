@@ -1,5 +1,7 @@
 """Finds the modules of a model that tensor parallelism splits, and how: by its family's record or transformers' plan.
 
+A model of images and text has the plan of its language model.
+
 A column module makes a part of its output features on each rank, a row module reads a part of its input features and
 its partial outputs are summed (Megatron-LM, arXiv 1909.08053, section 3). What lies between them - heads, the
 inner activations of an MLP - exists in parts only, so every pair begins and ends inside one module, the *region*.
@@ -60,6 +62,27 @@ def tensor_plan(model: nn.Module) -> tuple[dict[str, TensorSplit], Capability]:
     """Return how each module is split, by name, and whether the model can be split; of one that cannot no module is."""
     if not isinstance(model, PreTrainedModel):
         return {}, refused("a module of model.factory says nothing about which of its layers belong together")
+    name = planned_part(model)
+    part: Any = model.get_submodule(name)
+    splits, capability = _own_plan(part)
+    return {f"{name}.{module}" if name else module: split for module, split in splits.items()}, capability
+
+
+def planned_part(model: PreTrainedModel) -> str:
+    """Return the part whose plan is the model's: the language model of one that has none itself; else the whole, ""."""
+    config: Any = model.config
+    text = config.get_text_config()
+    if text is config or not _has_no_plan(model):
+        return ""
+    parts = (name for name, part in model.named_modules() if isinstance(part, PreTrainedModel) and part.config is text)
+    return next(parts, "")
+
+
+def _has_no_plan(model: PreTrainedModel) -> bool:
+    return family_of(str(model.config.model_type)).tensor_splits is None and not _published(model)
+
+
+def _own_plan(model: PreTrainedModel) -> tuple[dict[str, TensorSplit], Capability]:
     family, published = family_of(str(model.config.model_type)), _published(model)
     obstacle = next(_plan_obstacles(model, family, published), "")
     if obstacle:
@@ -135,9 +158,9 @@ def _source(definition: type) -> str:
 
 def _plan_obstacles(model: PreTrainedModel, family: Family, published: Mapping[str, str]) -> Iterator[str]:
     name = model.config.model_type
+    if _has_no_plan(model):
+        yield f"there is no plan for {name}"
     if family.tensor_splits is None:
-        if not published:
-            yield f"there is no plan for {name} yet"
         unknown = sorted(set(published.values()) - PUBLISHED.keys())
         if unknown:
             yield f"transformers' plan for {name} asks for {', '.join(unknown)}, which is not built yet"

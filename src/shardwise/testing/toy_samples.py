@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": (PIXELS // PATCH) ** 2,
     "mm_tokens_per_image": 4, "window_size": 8, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [1],
     "num_mel_bins": 8, "input_feat_per_channel": 8, "max_source_positions": FRAMES // 2, "max_target_positions": 64,
+    "image_grid_pinpoints": [[PIXELS, PIXELS]], "projection_dim": 32, "vision_feature_layers": [-1, 0],
     "image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "drop_path_rate": 0.0,
 }  # fmt: skip
 # What else a family of classified images needs to be small.
@@ -44,7 +45,7 @@ class ToySamples(torch.utils.data.Dataset[dict[str, Tensor]]):
     Args:
         task: as in `model.task`.
         shapes: of a row's tensors of floats, by name.
-        grid: `image_grid_thw` of a row's image, where the model takes it.
+        sizes: numbers about a row's image that the model takes, by name.
         tokens: image tokens of a row.
         marks: the argument that marks them, where the model takes one.
         rows: how many.
@@ -54,15 +55,14 @@ class ToySamples(torch.utils.data.Dataset[dict[str, Tensor]]):
         self,
         task: str,
         shapes: dict[str, list[int]],
-        grid: list[int] | None = None,
+        sizes: dict[str, list[int]] | None = None,
         tokens: int = 0,
         marks: str = "",
         rows: int = 40,
     ) -> None:
         draw = torch.Generator().manual_seed(1)
         self.columns = {name: torch.randn(rows, *shape, generator=draw) for name, shape in shapes.items()}
-        if grid is not None:
-            self.columns["image_grid_thw"] = torch.tensor(grid).expand(rows, 3)
+        self.columns |= {name: torch.tensor(numbers).expand(rows, -1) for name, numbers in (sizes or {}).items()}
         kind = TASKS[task].labels
         high, low = (CLASSES, 0) if kind == "classes" else (VOCABULARY, FIRST_TOKEN)
         labels = torch.randint(low, high, (rows,) if kind == "classes" else (rows, LENGTH), generator=draw)
@@ -126,20 +126,44 @@ def _side(model: Any) -> int:
 def _image_arguments(model: Any) -> dict[str, Any]:
     """Return a row's image as the model takes it, and how many tokens it needs: as many as it makes features."""
     parameters = inspect.signature(model.forward).parameters
-    side, grid = PIXELS // PATCH, None
-    shape = [3, PIXELS, PIXELS]
+    side, shapes, sizes = PIXELS // PATCH, [[*parts, 3, PIXELS, PIXELS] for parts in ([], [1], [2])], {}
     if "image_grid_thw" in parameters:
-        grid = [1, side, side]
-        shape = [side**2, 3 * model.config.vision_config.temporal_patch_size * PATCH**2]
-    rows = {"pixel_values": torch.randn(shape if grid else [1, *shape])}
-    rows |= {"image_grid_thw": torch.tensor([grid])} if grid else {}
+        of_patch = 3 * getattr(model.config.vision_config, "temporal_patch_size", 1) * PATCH**2
+        shapes, sizes = [[side**2, of_patch], [side**2, 3, PATCH, PATCH]], {"image_grid_thw": [1, side, side]}
+    elif _is_required(model.get_image_features, "image_sizes"):
+        sizes = {"image_sizes": [PIXELS, PIXELS]}
+    shape, tokens = _features(model, shapes, sizes)
+    marks = next((name for name in ("token_type_ids", "mm_token_type_ids") if name in parameters), "")
+    return {"shapes": {"pixel_values": shape}, "sizes": sizes, "tokens": tokens, "marks": marks}
+
+
+def _is_required(function: Any, name: str) -> bool:
+    parameter = inspect.signature(function).parameters.get(name)
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _features(model: Any, shapes: list[list[int]], sizes: dict[str, list[int]]) -> tuple[list[int], int]:
+    """Return the first shape of a row's pixels that the model takes, and the features that it makes of them.
+
+    Raises:
+        Exception: it takes none of the shapes.
+    """
+    rows, failures = {name: torch.tensor([numbers]) for name, numbers in sizes.items()}, list[Exception]()
+    for shape in shapes:
+        try:
+            return shape, _count_features(model, shape, rows)
+        except Exception as error:  # any code may run in a model's forward
+            failures.append(error)
+    raise failures[0]
+
+
+def _count_features(model: Any, shape: list[int], rows: dict[str, Tensor]) -> int:
+    pixels = torch.randn(shape if "image_grid_thw" in rows else [1, *shape])
     with torch.no_grad():
-        features = model.get_image_features(**rows)
+        features = model.get_image_features(pixel_values=pixels, **rows)
     features = getattr(features, "pooler_output", features)
     parts = [features] if isinstance(features, Tensor) else list(features)
-    tokens = sum(part[..., 0].numel() for part in parts)
-    marks = next((name for name in ("token_type_ids", "mm_token_type_ids") if name in parameters), "")
-    return {"shapes": {"pixel_values": shape}, "grid": grid, "tokens": tokens, "marks": marks}
+    return sum(part[..., 0].numel() for part in parts)
 
 
 def _built(task: str, config: dict[str, Any]) -> Any:

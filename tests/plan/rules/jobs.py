@@ -35,7 +35,7 @@ BRANCHED = replace(FACTS, sequence_parallel=refused("its blocks are not one chai
 HOOKED = replace(FACTS, whole_gradient_hooks=("layers.0.weight",), definition="Net (net.py:3)")
 ACCUMULATING = replace(FACTS, accumulate_grad_hooks=("embed_in.weight",), definition="Net (net.py:3)")
 DROPPING = replace(FACTS, drops_blocks=True)
-NO_PLAN = FACTS.with_capabilities({Axis.TENSOR: refused("there is no plan for xlm yet")})
+NO_PLAN = FACTS.with_capabilities({Axis.TENSOR: refused("there is no plan for xlm")})
 LISTS = FACTS.with_capabilities({Axis.PIPELINE: refused("it has two lists of blocks")})
 OTHER_ARGUMENTS = replace(FACTS, blocks_share_arguments=False)
 USERS_MODULE: dict[str, Any] = {
