@@ -143,6 +143,16 @@ def test_weight_gradients_of_backwards_are_put_off(pipeline: str, waiting: int) 
     assert max(sum(held.weights) for held in in_flight_of(2, 4, 2, 8, pipeline)) == waiting
 
 
+def test_a_ring_keeps_no_scores_whatever_attention_is_asked_for() -> None:
+    parallel = {"context_parallel_degree": 2, "context_parallel_method": "ring"}
+    one = {"sequences_per_step": 2}
+    eager, fused = (
+        estimate(*planned(2, LLAMA, "cuda", parallel=parallel, model={"attention": asked}, training=one)).activations
+        for asked in ("eager", "auto")
+    )
+    assert eager == fused
+
+
 def test_stages_of_a_rank_that_are_not_alike_are_counted_apart() -> None:
     """In a V of two ranks the first holds four microbatches of its first stage at the second loss of its last one."""
     held = InFlight(part=1, in_backward=False, forwards=(4, 0), weights=(0, 0), done=(False, True))
