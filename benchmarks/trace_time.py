@@ -11,6 +11,7 @@ each further one takes what those between have taken. Rows with experts or laten
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -26,6 +27,7 @@ from rich.table import Table
 from benchmarks.record import header, write_json
 from benchmarks.trace_jobs import DrawnJob
 from benchmarks.trace_memory import PACKAGES, in_processes, trace_stages
+from shardwise.errors import ShardwiseError
 from shardwise.launch.process_group import available_cores
 from shardwise.planner.constants.presets import preset_config
 from shardwise.planner.formulas.configure import configuration_of
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for row in in_processes(row_of, jobs, options.processes):
         rows.append(row)
-        console.print(f"{row['job']}: {row['closed_form']:.3g} s, traced {row['traced']:.3g} s, {row['error']:+.1%}")
+        console.print(line(row))
     console.print(render(rows, options))
     if options.json:
         write_json(options.json, {**header(PACKAGES), "seed": options.seed, "rows": rows})
@@ -137,11 +139,19 @@ def _parallel(ran: TrainingConfiguration) -> dict[str, Any]:
         parallel["sequence_parallel"] = True
     if ran.zero in (1, 2) and ran.shard > 1:
         return parallel | {"shard_optimizer_state": True}
-    return parallel | {"sharded_data_parallel_degree": ran.shard if ran.zero == 3 else 1}
+    # A job counts context ranks among those that shard the state.
+    return parallel | {"sharded_data_parallel_degree": ran.shard * ran.context if ran.zero == 3 else 1}
 
 
 def row_of(job: RowJob) -> dict[str, Any]:
-    """Trace a row's job, and return both times with what they are made of."""
+    """Trace a row's job, and return both times with what they are made of; where it is no job of ours, the reason."""
+    try:
+        return _traced_row(job)
+    except ShardwiseError as error:
+        return {"job": job.name, "refused": str(error)}
+
+
+def _traced_row(job: RowJob) -> dict[str, Any]:
     few, more = ({"traced": time, **of} for time, of in map(_traced_at, map(job.cut, DEPTHS)))
     further = (job.blocks - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
     seconds = {part: more[part] + further * (more[part] - few.get(part, 0.0)) for part in more}
@@ -189,18 +199,26 @@ def parts(trace: JobTrace, time: StepTime, job: DrawnJob) -> dict[str, float]:
     return {**seconds, **{part: more * value for part, value in waits.items()}, "once": once}
 
 
+def line(row: dict[str, Any]) -> str:
+    """Return a row in brief."""
+    if "refused" in row:
+        return f"{row['job']}: not a job of ours: {row['refused']}"
+    return f"{row['job']}: {row['closed_form']:.3g} s, traced {row['traced']:.3g} s, {row['error']:+.1%}"
+
+
 def render(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
-    """Both times of each row, and what each is made of."""
+    """Both times of each row that has them, and what each is made of."""
     table = Table(title=f"Seed {options.seed}: seconds of a step")
     for column in ("job", "traced", "closed form", "error", "traced, of that", "closed form, of that"):
         table.add_column(column, justify="right" if column in ("traced", "closed form", "error") else "left")
+    rows = [row for row in rows if "refused" not in row]
     for row in rows:
         shares = [
             ", ".join(f"{part} {seconds:.3g}" for part, seconds in row[key].items() if seconds > 0.02 * row["traced"])
             for key in ("parts", "causes")
         ]
         table.add_row(row["job"], f"{row['traced']:.3g}", f"{row['closed_form']:.3g}", f"{row['error']:+.1%}", *shares)
-    errors = [abs(row["error"]) for row in rows]
+    errors = [abs(row["error"]) for row in rows] or [math.nan]
     table.caption = f"{statistics.median(errors):.1%} in the median, {max(errors):.1%} at most."
     return table
 

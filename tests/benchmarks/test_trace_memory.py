@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import trace_memory, trace_time
 from benchmarks.trace_jobs import drawn_job, is_wanted
+from shardwise.errors import LegalityError
 
 TABLES = Path(__file__).parents[1] / "data" / "perf-tables"
 
@@ -35,6 +37,17 @@ def test_a_row_of_memory(tmp_path: Path) -> None:
     for rank in row["ranks"]:
         assert abs(rank["error"]) < 0.08
         assert sum(rank["by_owner"].values()) == pytest.approx(rank["closed_form"] - rank["traced"], abs=1.0)
+
+
+def test_a_row_that_is_no_job_of_ours_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(job: trace_time.RowJob) -> None:
+        raise LegalityError("degrees: they do not fit")
+
+    monkeypatch.setattr(trace_time, "_traced_row", refused)
+    row = trace_time.row_of(SimpleNamespace(name="a table 16"))  # type: ignore[arg-type]
+    assert trace_time.line(row) == "a table 16: not a job of ours: degrees: they do not fit"
+    table = trace_time.render([row], SimpleNamespace(seed=1))  # type: ignore[arg-type]
+    assert table.row_count == 0
 
 
 @pytest.mark.slow

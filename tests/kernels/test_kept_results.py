@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise.job.schema import MemorySection
@@ -13,7 +15,7 @@ from shardwise.kernels.attention import blockwise
 from shardwise.kernels.attention.blockwise import BlockwiseSettings, blockwise_attention
 from shardwise.kernels.kept_results import keep_results, kept
 from shardwise.observe.memory import tensors_of
-from shardwise.parallel.transforms.checkpointing import KEPT, apply_activation_checkpointing
+from shardwise.parallel.transforms.checkpointing import apply_activation_checkpointing, keeps_output
 
 LENGTH = 64
 
@@ -50,7 +52,7 @@ def test_attention_of_products_is_computed_once(monkeypatch: object) -> None:
 
 
 def test_products_inside_are_not_kept() -> None:
-    forward, recomputation = create_selective_checkpoint_contexts(KEPT)
+    forward, recomputation = create_selective_checkpoint_contexts(keeps_output)
     keep_results(forward, recomputation)
     rows = torch.ones(3, 5)
 
@@ -64,12 +66,12 @@ def test_products_inside_are_not_kept() -> None:
         given = kept(_fails)
     assert again is not beside and torch.equal(again, beside)
     assert [one.data_ptr() for one in given] == [one.data_ptr() for one in made]
-    shapes = [tuple(tensor.shape) for entries in forward.storage.values() for tensor in tensors_of(_values(entries))]
-    assert (3, 3) not in shapes
+    assert (3, 3) not in _shapes_kept(forward)
 
 
-def _values(entries: dict[int, object]) -> list[object]:
-    return [getattr(entry, "val", None) for entry in entries.values()]
+def _shapes_kept(forward: Any) -> list[tuple[int, ...]]:
+    values = [[getattr(entry, "val", None) for entry in entries.values()] for entries in forward.storage.values()]
+    return [tuple(tensor.shape) for tensor in tensors_of(values)]
 
 
 def _fails() -> tuple[Tensor, ...]:
@@ -79,3 +81,19 @@ def _fails() -> tuple[Tensor, ...]:
 def test_without_a_checkpoint_it_is_computed() -> None:
     compute: Callable[[], tuple[Tensor, ...]] = lambda: (torch.ones(2),)  # noqa: E731
     assert kept(compute)[0].sum() == 2
+
+
+def test_what_an_adapter_adds_is_no_second_copy_of_a_layers_result() -> None:
+    """Kept are the layer's own result and what lies between the factors; their sum is made again."""
+    forward, recomputation = create_selective_checkpoint_contexts(keeps_output)
+    rows, weight, down, up = torch.ones(6, 16), torch.ones(32, 16), torch.ones(2, 16), torch.ones(32, 2)
+
+    def adapted() -> Tensor:
+        return torch.addmm(F.linear(rows, weight), F.linear(rows, down), up.T) + F.linear(rows, weight, torch.ones(32))
+
+    with forward:
+        made = adapted()
+    assert sorted(_shapes_kept(forward)) == [(6, 2), (6, 32), (6, 32)]  # and the layer's with a bias
+    with recomputation:
+        again = adapted()
+    assert torch.equal(again, made)

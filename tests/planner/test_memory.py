@@ -24,9 +24,10 @@ from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan, World, resolve
 from shardwise.planner.formulas.activations import BlockKind, waiting_features
+from shardwise.planner.formulas.in_flight import InFlight, in_flight_of
 from shardwise.planner.formulas.memory import estimate, moments, worst_imbalance
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
-from shardwise.planner.formulas.shapes import local_elements, weights_put_off
+from shardwise.planner.formulas.shapes import local_elements
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step
@@ -139,9 +140,34 @@ SIXTEEN = {"gradient_accumulation": 8, "sequences_per_step": 16}
 @pytest.mark.parametrize(("pipeline", "waiting"), [("zbv", 4), ("zero_bubble", 2), ("interleaved", 0)])
 def test_weight_gradients_of_backwards_are_put_off(pipeline: str, waiting: int) -> None:
     """On pipeline rank 2 of four those of one backward of each rank before it; in a V of two."""
-    parallel = {"pipeline_parallel_degree": 4, "pipeline": pipeline, "virtual_pipeline_degree": 2}
-    plan, _ = planned(4, {**NEOX, "num_hidden_layers": 8}, parallel=parallel, training=SIXTEEN)
-    assert weights_put_off(plan, 2) == waiting
+    assert max(sum(held.weights) for held in in_flight_of(2, 4, 2, 8, pipeline)) == waiting
+
+
+def test_a_ring_keeps_no_scores_whatever_attention_is_asked_for() -> None:
+    parallel = {"context_parallel_degree": 2, "context_parallel_method": "ring"}
+    one = {"sequences_per_step": 2}
+    eager, fused = (
+        estimate(*planned(2, LLAMA, "cuda", parallel=parallel, model={"attention": asked}, training=one)).activations
+        for asked in ("eager", "auto")
+    )
+    assert eager == fused
+
+
+def test_stages_of_a_rank_that_are_not_alike_are_counted_apart() -> None:
+    """In a V of two ranks the first holds four microbatches of its first stage at the second loss of its last one."""
+    held = InFlight(part=1, in_backward=False, forwards=(4, 0), weights=(0, 0), done=(False, True))
+    assert held in in_flight_of(0, 2, 2, 4, "dualpipev")
+    parallel = {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}
+    eight = {"gradient_accumulation": 4, "sequences_per_step": 8}
+    config = {**NEOX, "num_hidden_layers": 12, "vocab_size": 8192}  # whose head is as costly as some of its blocks
+    plan, facts = planned(2, config, parallel=parallel, training=eight)
+    first, last = len(plan.stages[0]), len(plan.stages[3])
+    assert first > last
+    found: dict[str, float] = {}
+    for moment in moments(plan, facts, pipeline=0):
+        found[moment.moment] = max(moment.activations, found.get(moment.moment, 0.0))
+    block = found[f"forward of unit {first - 1}"] - found[f"forward of unit {first - 2}"]
+    assert found["loss"] == pytest.approx((4 * first + last) * block, rel=0.03)
 
 
 def test_the_first_stage_lets_no_weight_gradient_wait() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ from shardwise.job.schema import Job, ParallelSection
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.plan.draft import V_SCHEDULES, World, in_flight, stage_ranks
 from shardwise.plan.plan import Plan, resolve
+from shardwise.planner.formulas.in_flight import in_flight_of
 from shardwise.planner.formulas.schedule import bubble, stage_shares
-from shardwise.planner.formulas.shapes import weights_put_off
 from shardwise.planner.formulas.timeline import tasks_of_rank
 from shardwise.planner.search.stage_table import stage_table
 
@@ -139,8 +138,9 @@ def test_stages_in_a_v_are_drawn_and_counted_as_torch_orders_them(schedule: str,
         forwards = list(accumulate({"forward": 1, "weights": 0}.get(kind, -1) for _, _, kind in said))
         waiting = list(accumulate({"backward": 1, "weights": -1}.get(kind, 0) for _, _, kind in said))
         assert max(forwards) == in_flight(parallel, count, rank)
-        made = SimpleNamespace(splits_backward=True, job=SimpleNamespace(parallel=parallel))
-        assert max(waiting) == weights_put_off(made, rank) + 1  # type: ignore[arg-type]
+        held = in_flight_of(rank, ranks, 2, count, schedule)
+        assert max(sum(one.forwards) + (not one.in_backward) for one in held) == max(forwards)
+        assert max(sum(one.weights) for one in held) + 1 == max(waiting)
 
 
 def test_the_table_shows_every_stage() -> None:

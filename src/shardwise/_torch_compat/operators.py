@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _ATEN = torch.ops.aten
+FEW = 4  # times more features has the result, at least: then the sum takes about as long as reading it
 
 # Matrix products and fused attention, by the operators that autograd sees; some have private names alone.
 PRODUCT_OPERATORS = tuple(
@@ -25,6 +27,13 @@ PRODUCT_OPERATORS = tuple(
         _ATEN._scaled_dot_product_flash_attention_for_cpu,
     )
 )
+
+
+def updates_a_result(operator: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operator adds a product of few inner features to a matrix (a bias would be a vector)."""
+    if operator is not _ATEN.addmm.default or args[0].dim() != 2:
+        return False
+    return bool(FEW * args[1].shape[1] <= args[0].shape[1])
 
 
 new_empty = _ATEN.new_empty.default

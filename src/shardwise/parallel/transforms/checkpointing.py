@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise._torch_compat.operators import PRODUCT_OPERATORS
+from shardwise._torch_compat.operators import PRODUCT_OPERATORS, updates_a_result
 from shardwise._torch_compat.tracing import tree_flatten
 from shardwise.errors import ModelError
 from shardwise.job.schema import MemorySection
@@ -30,8 +30,14 @@ from shardwise.parallel.kept_routes import CheckpointedCalls
 from shardwise.parallel.recomputation import Arguments, BlockState, GivenArguments
 from shardwise.plan.plan import Plan
 
-# Outputs that `selective` keeps; everything else is cheap to compute again.
-KEPT = list(PRODUCT_OPERATORS)
+
+def keeps_output(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return what `selective` does with an operator's output: everything but products is cheap to compute again.
+
+    An adapter's product is added to the layer's, which is kept, and has few features: their sum is no second copy.
+    """
+    is_kept = operator in PRODUCT_OPERATORS and not updates_a_result(operator, args)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Keeps(NamedTuple):
@@ -185,7 +191,7 @@ def _contexts(
 
 
 def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    forward, recompute = create_selective_checkpoint_contexts(KEPT)
+    forward, recompute = create_selective_checkpoint_contexts(keeps_output)
     keep_results(forward, recompute)
     return forward, recompute
 

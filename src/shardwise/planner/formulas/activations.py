@@ -206,11 +206,12 @@ def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMi
     pieces = _without_normalised(pieces, facts, block)
     kept = [piece if read.get(piece.name, True) else replace(piece, saved=0.0) for piece in pieces]
     adapters = [facts.adapters[name] for name in layers if name in facts.adapters]
-    features = sum(one.rank + (one.outputs / shape.tensor if one.has_magnitude else 0) for one in adapters)
+    low = shape.tokens * shape.bytes * sum(one.rank for one in adapters)  # between the factors
+    wide = shape.tokens * shape.bytes * sum(one.outputs / shape.tensor for one in adapters if one.has_magnitude)
     changed = shape.bytes * _changed_stacks(facts, shape)
     unpacked = max((math.prod(layers[name]) for name in layers if f"{name}.weight" in facts.packed), default=0)
     working = changed + shape.bytes * unpacked / shape.tensor
-    return [ModuleMemory("adapters", shape.tokens * shape.bytes * features + changed, working=working), *kept]
+    return [ModuleMemory("adapters", low + wide + changed, low, working), *kept]
 
 
 def _experts_are_frozen(facts: ModelFacts, block: str) -> bool:

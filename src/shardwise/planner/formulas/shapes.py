@@ -115,16 +115,6 @@ def _cut_shapes(model: _Same, degree: int, experts: int, chunked_loss: bool, ind
     return shapes
 
 
-def weights_put_off(plan: Plan, pipeline: int) -> int:
-    """Backwards of a stage whose weight gradients wait at once on a rank, those of the one that has just run aside.
-
-    One for each rank before this one, as torch's schedules put them off; ZB-V takes both of a rank's stages back so.
-    """
-    if not plan.splits_backward:
-        return 0
-    return pipeline * (2 if plan.job.parallel.pipeline == "zbv" else 1)
-
-
 def local_elements(facts: ModelFacts, plan: Plan, tensor: int, shard: int, pipeline: int = 0) -> int:
     """Parameters that the rank at these coordinates holds; `shard` counts over shard x context.
 
