@@ -30,7 +30,7 @@ class InFlight(NamedTuple):
     done: tuple[bool, ...]
 
 
-def alone(accumulates: bool) -> tuple[InFlight, ...]:
+def without_stages(accumulates: bool) -> tuple[InFlight, ...]:
     """Return a forward and a backward without a pipeline; where it `accumulates`, gradients are there before."""
     return tuple(InFlight(0, in_backward, (0,), (0,), (accumulates,)) for in_backward in (False, True))
 

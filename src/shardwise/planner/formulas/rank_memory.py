@@ -28,7 +28,7 @@ from shardwise.planner.formulas.activations import (
     saved_bytes,
     waiting_features,
 )
-from shardwise.planner.formulas.in_flight import InFlight, alone, in_flight_of
+from shardwise.planner.formulas.in_flight import InFlight, in_flight_of, without_stages
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.planner.formulas.shapes import optimizer_state_bytes
 from shardwise.planner.formulas.units import RankUnits, Unit
@@ -84,7 +84,7 @@ class RankMemory:
     def in_flight(self) -> list[InFlight]:
         """What the rank holds at its forwards and backwards: of those of one part that find the same parts done, the
         one that holds most."""
-        found = list(alone(self.plan.accumulation > 1))
+        found = list(without_stages(self.plan.accumulation > 1))
         if self.stages:
             ranks, schedule = self.plan.degrees[Axis.PIPELINE], self.job.parallel.pipeline
             orders = [
