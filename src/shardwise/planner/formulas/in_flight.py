@@ -1,4 +1,4 @@
-"""What a pipeline rank holds of other microbatches while it runs a forward or a backward, by its schedule's order.
+"""Counts what a pipeline rank holds of other microbatches beside a forward or a backward, by its schedule's order.
 
 Stages of one rank need not be alike: the last has fewer blocks where it has the head. So each is counted by itself.
 """
@@ -13,7 +13,7 @@ from shardwise.planner.formulas.timeline import tasks_of_rank
 
 
 class InFlight(NamedTuple):
-    """What is held beside one forward or backward.
+    """Microbatches that are held beside one forward or backward.
 
     Attributes:
         part: of the rank's stages, in order, the one that runs.

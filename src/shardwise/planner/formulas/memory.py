@@ -84,70 +84,70 @@ class _Step(RankMemory):
     """The moments of a step."""
 
     def moments(self) -> Iterator[MemoryEstimate]:
-        for held in self.in_flight:
-            yield from self._in_backwards(held) if held.in_backward else self._in_forwards(held)
+        for in_flight in self.in_flight:
+            yield from self._in_backwards(in_flight) if in_flight.in_backward else self._in_forwards(in_flight)
         if self._waits:
             for index in (index for index in reversed(range(len(self.units))) if self.reached[index]):
                 yield self.in_reduction(index, self.at_end)
             yield self.in_root_reduction(self.at_end, range(len(self.units)))
         yield replace(self.base("optimizer step", self.at_end, range(len(self._units_and_root))), gathered=0.0)
 
-    def _in_forwards(self, held: InFlight) -> Iterator[MemoryEstimate]:
-        for index in self._range(self.parts[held.part])[-2:]:
-            yield self.in_forward(index, held)
-        if self._ends(held):
-            yield self.at_loss(held)
+    def _in_forwards(self, in_flight: InFlight) -> Iterator[MemoryEstimate]:
+        for index in self._range(self.parts[in_flight.part])[-2:]:
+            yield self.in_forward(index, in_flight)
+        if self._ends(in_flight):
+            yield self.at_loss(in_flight)
 
-    def _in_backwards(self, held: InFlight) -> Iterator[MemoryEstimate]:
-        if self._ends(held):
+    def _in_backwards(self, in_flight: InFlight) -> Iterator[MemoryEstimate]:
+        if self._ends(in_flight):
             if self.plan.chunked_loss:
-                yield self.at_head(held)
+                yield self.at_head(in_flight)
             if self.kind.rms_norm:
-                yield self.at_final_norm(held)
-        part = self._range(self.parts[held.part])
+                yield self.at_final_norm(in_flight)
+        part = self._range(self.parts[in_flight.part])
         for index in (index for index in reversed(part) if self.reached[index]):
-            yield self.in_backward(index, held)
+            yield self.in_backward(index, in_flight)
             if not self._waits:
-                yield self.in_reduction(index, held)
-        if held.part == 0:
-            yield self.at_embedding(held)
-        if not self._waits and (held.part == 0 or self._ends(held)):
-            yield self.in_root_reduction(held, part)
+                yield self.in_reduction(index, in_flight)
+        if in_flight.part == 0:
+            yield self.at_embedding(in_flight)
+        if not self._waits and (in_flight.part == 0 or self._ends(in_flight)):
+            yield self.in_root_reduction(in_flight, part)
 
-    def _ends(self, held: InFlight) -> bool:
+    def _ends(self, in_flight: InFlight) -> bool:
         """True where the model's last stage runs."""
-        return self.has_head and held.part == len(self.parts) - 1
+        return self.has_head and in_flight.part == len(self.parts) - 1
 
     def _behind(self, index: int) -> range:
         """The units of the same stage that backward has left when it is at `index`."""
         return range(index + 1, self._part_of(index).stop)
 
-    def _held_whole(self, index: int, held: InFlight) -> list[Unit]:
+    def _held_whole(self, index: int, in_flight: InFlight) -> list[Unit]:
         """The units that are gathered at `index` where they stay so after forward.
 
         Those of another part are while a forward awaits its backward, or until the end of a step.
         """
         units = list[Unit]()
         for number, part in enumerate(self.parts):
-            runs_back = held.in_backward and number == held.part
-            stays = held.forwards[number] > 0 and not runs_back
-            stays = stays or (self._waits and (runs_back or held.done[number]))
-            until = part.stop if stays else index + 1 if number == held.part else part.start
+            runs_back = in_flight.in_backward and number == in_flight.part
+            stays = in_flight.forwards[number] > 0 and not runs_back
+            stays = stays or (self._waits and (runs_back or in_flight.done[number]))
+            until = part.stop if stays else index + 1 if number == in_flight.part else part.start
             units += self.units[part.start : until]
         return units
 
-    def _head_of(self, held: InFlight) -> float:
+    def _head_of(self, in_flight: InFlight) -> float:
         """Bytes of the head's gradient while its own microbatch runs back."""
-        return self.head * self.compute if self._ends(held) else 0.0
+        return self.head * self.compute if self._ends(in_flight) else 0.0
 
-    def in_forward(self, index: int, held: InFlight) -> MemoryEstimate:
+    def in_forward(self, index: int, in_flight: InFlight) -> MemoryEstimate:
         """The end of a unit's forward: its own flat buffer is still there, and those of the next are filled.
 
         Experts that ranks share are gathered last, and nobody gathers them ahead: the rest's buffers take their turn.
         """
-        size = self.base(f"forward of unit {index}", held)
+        size = self.base(f"forward of unit {index}", in_flight)
         ahead = self.job.parallel.prefetch_depth if self.plan.degrees[Axis.EXPERT] == 1 else 0
-        gathered = self._held_whole(index, held) if self.keeps_gathered else self.units[index : index + 1]
+        gathered = self._held_whole(index, in_flight) if self.keeps_gathered else self.units[index : index + 1]
         flat = 0.0 if self.ranks == 1 else self._gathered(self.units[index : index + 1 + ahead])
         return replace(
             size,
@@ -156,12 +156,12 @@ class _Step(RankMemory):
             activations=size.activations + self.kept_before(index) + self.kept(index),
         )
 
-    def at_loss(self, held: InFlight) -> MemoryEstimate:
+    def at_loss(self, in_flight: InFlight) -> MemoryEstimate:
         """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
         hidden states and head; hidden states before and after the final norm. A share of the head's gradient is added
         up in the loss dtype, on CUDA without being made first. Whole logits: log-softmax, its gradient and that of the
         logits."""
-        size, vocabulary = self.base("loss", held), self.vocabulary
+        size, vocabulary = self.base("loss", in_flight), self.vocabulary
         if self.plan.chunked_loss:
             rows, cast = min(self.tokens, self.job.memory.loss_chunk_tokens), self._cast
             logits = float(rows * vocabulary * (self.loss + cast))
@@ -170,17 +170,17 @@ class _Step(RankMemory):
             logits, gradients = 3.0 * self.tokens * vocabulary * self.loss, 0.0
         return replace(
             size,
-            gathered=size.gathered + self._gathered(self._kept_whole(held)),
+            gathered=size.gathered + self._gathered(self._kept_whole(in_flight)),
             unsharded_gradients=size.unsharded_gradients + gradients,
             activations=size.activations + self.kept_before(len(self.units)) + 2 * self.row,
             working=self.row,
             logits=logits,
         )
 
-    def _kept_whole(self, held: InFlight) -> list[Unit]:
+    def _kept_whole(self, in_flight: InFlight) -> list[Unit]:
         """The units that are gathered when the last one's forward is over."""
         if self.keeps_gathered:
-            return self._held_whole(len(self.units) - 1, held._replace(in_backward=False))
+            return self._held_whole(len(self.units) - 1, in_flight._replace(in_backward=False))
         return self.units[-1:] if self.plan.keeps_last_unit else []
 
     @property
@@ -188,16 +188,16 @@ class _Step(RankMemory):
         """Bytes of a number that is in the loss dtype and in the compute dtype, where they differ."""
         return self.compute if self.compute != self.loss else 0
 
-    def at_head(self, held: InFlight) -> MemoryEstimate:
+    def at_head(self, in_flight: InFlight) -> MemoryEstimate:
         """The backward of a chunked loss, which casts the head's gradient."""
-        size = self.at_loss(held)
-        gradients = self.base("", held).unsharded_gradients + self.head * (self.loss + self._cast)
+        size = self.at_loss(in_flight)
+        gradients = self.base("", in_flight).unsharded_gradients + self.head * (self.loss + self._cast)
         return replace(size, moment="backward of the loss", logits=0.0, unsharded_gradients=gradients)
 
-    def at_final_norm(self, held: InFlight) -> MemoryEstimate:
+    def at_final_norm(self, in_flight: InFlight) -> MemoryEstimate:
         """The backward of the final norm, in fp32 on all positions: its input and five as large; the next gathered."""
-        size, wide = self.base("backward of the final norm", held), self.row * 4 / min(self.compute, 4)
-        kept = self._kept_whole(held)
+        size, wide = self.base("backward of the final norm", in_flight), self.row * 4 / min(self.compute, 4)
+        kept = self._kept_whole(in_flight)
         return replace(
             size,
             gathered=size.gathered + self._gathered(kept),
@@ -207,22 +207,22 @@ class _Step(RankMemory):
             working=5 * wide,
         )
 
-    def in_backward(self, index: int, held: InFlight) -> MemoryEstimate:
+    def in_backward(self, index: int, in_flight: InFlight) -> MemoryEstimate:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
-        size = self.base(f"backward of unit {index}", held, self._behind(index), reduces=not self._waits)
+        size = self.base(f"backward of unit {index}", in_flight, self._behind(index), reduces=not self._waits)
         unit = self.units[index]
         worst, gradients = self._backward
         if self.facts.frozen:  # what the modules' own weights would have is not there
             gradients = min(gradients, (unit.trained + unit.alone) * self.compute)
         if self._waiting[index]:  # weight gradients come later
             gradients = 0.0
-        gathered = self._held_whole(index, held) if self.keeps_gathered else [unit]
+        gathered = self._held_whole(index, in_flight) if self.keeps_gathered else [unit]
         reduced = [] if self._waits else [self.units[behind] for behind in self._behind(index)[:1]]
         return replace(
             size,
             gathered=size.gathered + self._gathered(gathered),
             communication=self._prefetched(index) + self.fsdp * sum(one.trained for one in reduced) * self.reduction,
-            unsharded_gradients=size.unsharded_gradients + self._head_of(held) + gradients,
+            unsharded_gradients=size.unsharded_gradients + self._head_of(in_flight) + gradients,
             activations=size.activations
             + self.kept_before(index)
             + self.recomputed(index)
@@ -230,24 +230,24 @@ class _Step(RankMemory):
             working=worst - self._saved + self.between,
         )
 
-    def in_reduction(self, index: int, held: InFlight) -> MemoryEstimate:
+    def in_reduction(self, index: int, in_flight: InFlight) -> MemoryEstimate:
         """A unit's gradients beside the reduce-scatter input they are copied into; its parameters are freed."""
         behind = range(index + 1, len(self.units)) if self._waits else self._behind(index)
-        size, unit = self.base(f"reduction of unit {index}", held, behind), self.units[index]
+        size, unit = self.base(f"reduction of unit {index}", in_flight, behind), self.units[index]
         own, buffers = self._reduced(unit)
-        kept = self.units[:index] if self._waits else self._held_whole(index - 1, held)
+        kept = self.units[:index] if self._waits else self._held_whole(index - 1, in_flight)
         return replace(
             size,
             gathered=size.gathered + (self._gathered(kept) if self.keeps_gathered else 0.0),
             communication=self._prefetched(index) + buffers,
-            unsharded_gradients=size.unsharded_gradients + self._head_of(held) + own + unit.alone * self.compute,
+            unsharded_gradients=size.unsharded_gradients + self._head_of(in_flight) + own + unit.alone * self.compute,
             activations=size.activations + (0.0 if self._waits else self.kept_before(index)),
             working=self.row,
         )
 
-    def at_embedding(self, held: InFlight) -> MemoryEstimate:
+    def at_embedding(self, in_flight: InFlight) -> MemoryEstimate:
         """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
-        size = self.base("backward of the embedding", held, self._behind(-1))
+        size = self.base("backward of the embedding", in_flight, self._behind(-1))
         is_tied = bool(self.facts.ties)
         if len(self.parts) == 1:
             own = self.root.trained + 2 * is_tied * self.head
@@ -261,9 +261,9 @@ class _Step(RankMemory):
             working=self.row,
         )
 
-    def in_root_reduction(self, held: InFlight, behind: Sequence[int]) -> MemoryEstimate:
+    def in_root_reduction(self, in_flight: InFlight, behind: Sequence[int]) -> MemoryEstimate:
         """The root's gradients beside their reduce-scatter input; nothing is gathered any more."""
-        size = self.base("reduction of the root", held, behind)
+        size = self.base("reduction of the root", in_flight, behind)
         own, buffers = self._reduced(self.root)
         return replace(
             size,

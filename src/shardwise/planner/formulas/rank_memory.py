@@ -1,4 +1,4 @@
-"""What a pipeline rank holds at any moment of a step, and what its blocks keep; `memory` has the moments."""
+"""Estimates what a pipeline rank holds at any moment of a step, and what its blocks keep; `memory` has the moments."""
 
 from __future__ import annotations
 
@@ -82,25 +82,24 @@ class RankMemory:
 
     @cached_property
     def in_flight(self) -> list[InFlight]:
-        """What the rank holds at its forwards and backwards: of those of one part that find the same parts done, the
-        one that holds most."""
-        found = list(without_stages(self.plan.accumulation > 1))
+        """Forwards and backwards of the rank: of those of one part that find the same parts done, the fullest."""
+        candidates = list(without_stages(self.plan.accumulation > 1))
         if self.stages:
             ranks, schedule = self.plan.degrees[Axis.PIPELINE], self.job.parallel.pipeline
             orders = [
                 in_flight_of(self.pipeline, ranks, len(self.stages), count, schedule)
                 for count in dict.fromkeys(self.plan.accumulations)
             ]
-            found = [held for order in orders for held in order]
+            candidates = [in_flight for order in orders for in_flight in order]
         most: dict[object, InFlight] = {}
-        for held in found:
-            key = (held.part, held.in_backward, held.done)
-            most[key] = max(most.get(key, held), held, key=self._others)
+        for in_flight in candidates:
+            key = (in_flight.part, in_flight.in_backward, in_flight.done)
+            most[key] = max(most.get(key, in_flight), in_flight, key=self._others)
         return list(most.values())
 
     @property
     def at_end(self) -> InFlight:
-        """What the rank holds when all backwards of a step are done."""
+        """The end of a step, when all backwards are done."""
         parts = len(self.sizes.groups)
         return InFlight(0, True, (0,) * parts, (0,) * parts, (self.plan.accumulation > 1,) * parts)
 
@@ -141,18 +140,20 @@ class RankMemory:
 
     # --- what is held all the time
 
-    def base(self, moment: str, held: InFlight, behind: Sequence[int] = (), reduces: bool = True) -> MemoryEstimate:
-        """Parameters, optimizer state, what is `held` of other microbatches, and gradients of the units that backward
-        has left `behind`: their shards, if it `reduces` them; those of earlier microbatches."""
-        done, partial = self._sharded_gradients(held, behind if reduces else ())
+    def base(
+        self, moment: str, in_flight: InFlight, behind: Sequence[int] = (), reduces: bool = True
+    ) -> MemoryEstimate:
+        """Parameters, optimizer state, what is `in_flight`, and gradients of the units that backward has left `behind`:
+        their shards, if it `reduces` them; those of earlier microbatches."""
+        done, partial = self._sharded_gradients(in_flight, behind if reduces else ())
         state = MemoryEstimate(
             moment,
             parameters=self.parameter_bytes,
             gradients=done * self.master,
             optimizer=self.optimizer_bytes,
             gathered=self.root.whole * self.compute if self.fsdp else 0.0,
-            unsharded_gradients=self._heads(held) + self._unreduced(held, behind),
-            activations=self._always(held),
+            unsharded_gradients=self._heads(in_flight) + self._unreduced(in_flight, behind),
+            activations=self._always(in_flight),
             reference=self.parameter_bytes * (self.plan.reference == "copy"),
             ema=self.trained * self.master * (self.job.training.ema_decay is not None),
         )
@@ -186,30 +187,32 @@ class RankMemory:
         """Return whether gradients are reduced once a step, at its end."""
         return self.plan.holds_whole and self.plan.accumulation > 1
 
-    def _heads(self, held: InFlight) -> float:
+    def _heads(self, in_flight: InFlight) -> float:
         """A head's gradient for each microbatch in flight, made in its forward."""
-        return held.forwards[-1] * self.head * self.loss if self.plan.chunked_loss else 0.0
+        return in_flight.forwards[-1] * self.head * self.loss if self.plan.chunked_loss else 0.0
 
-    def _sharded_gradients(self, held: InFlight, behind: Sequence[int]) -> tuple[float, float]:
+    def _sharded_gradients(self, in_flight: InFlight, behind: Sequence[int]) -> tuple[float, float]:
         """(elements of gradient shards, bytes of those that wait for a reduction over replicas)."""
         now = sum(self._units_and_root[index].trained_shard for index in behind)
         if self._waits:
             return now, 0.0
-        earlier = sum(share * unit.trained_shard for unit, share in self._earlier(held, behind))
+        earlier = sum(share * unit.trained_shard for unit, share in self._earlier(in_flight, behind))
         return (now, earlier * self.reduction) if self._has_replicas else (now + earlier, 0.0)
 
-    def _unreduced(self, held: InFlight, behind: Sequence[int]) -> float:
+    def _unreduced(self, in_flight: InFlight, behind: Sequence[int]) -> float:
         """Gradients that wait for the end of a step: of earlier microbatches, and of what is left `behind`."""
         if not self._waits:
             return 0.0
         left = [(self._units_and_root[index], 1.0) for index in behind]
-        left += self._earlier(held, behind)
+        left += self._earlier(in_flight, behind)
         return sum(share * (unit.trained + unit.alone) for unit, share in left) * self.reduction
 
-    def _earlier(self, held: InFlight, behind: Sequence[int]) -> list[tuple[Unit, float]]:
+    def _earlier(self, in_flight: InFlight, behind: Sequence[int]) -> list[tuple[Unit, float]]:
         """The units not `behind` that an earlier microbatch has left gradients of; of the root, which share."""
-        done = [index for has, part in zip(held.done, self.parts, strict=True) if has for index in self._range(part)]
-        shares = {**dict.fromkeys(done, 1.0), len(self.units): self._share_of_root(held)}
+        done = [
+            index for has, part in zip(in_flight.done, self.parts, strict=True) if has for index in self._range(part)
+        ]
+        shares = {**dict.fromkeys(done, 1.0), len(self.units): self._share_of_root(in_flight)}
         return [(self._units_and_root[index], share) for index, share in shares.items() if index not in behind]
 
     @cached_property
@@ -219,31 +222,31 @@ class RankMemory:
     def _range(self, part: slice) -> range:
         return range(len(self.units))[part]
 
-    def _share_of_root(self, held: InFlight) -> float:
+    def _share_of_root(self, in_flight: InFlight) -> float:
         """The share of the root's gradients that a microbatch has left: the head's come with the last stage's."""
         if not self.root.trained:
             return 0.0
         of_head = min(1.0, self.head / self.root.trained)
-        return held.done[-1] * of_head + held.done[0 if self.has_embedding else -1] * (1 - of_head)
+        return in_flight.done[-1] * of_head + in_flight.done[0 if self.has_embedding else -1] * (1 - of_head)
 
-    def _always(self, held: InFlight) -> float:
+    def _always(self, in_flight: InFlight) -> float:
         """The mask, which all blocks share; on a CPU the pool of offloaded inputs; other microbatches and traffic."""
         mask = self._mask * self.compute
-        return mask + (0.0 if self.on_accelerator else self._pool) + self._others(held) + self._traffic(held)
+        return mask + (0.0 if self.on_accelerator else self._pool) + self._others(in_flight) + self._traffic(in_flight)
 
-    def _others(self, held: InFlight) -> float:
+    def _others(self, in_flight: InFlight) -> float:
         """Bytes that other microbatches keep on a pipeline stage, with those of weight gradients that wait."""
         kept = sum(
             count * (self._kept_until[part.stop] - self._kept_until[part.start] + self._mask * self.compute)
-            for count, part in zip(held.forwards, self.parts, strict=True)
+            for count, part in zip(in_flight.forwards, self.parts, strict=True)
         )
         return kept + sum(
-            count * sum(self._waiting[part]) for count, part in zip(held.weights, self.parts, strict=True)
+            count * sum(self._waiting[part]) for count, part in zip(in_flight.weights, self.parts, strict=True)
         )
 
     @cached_property
     def parts(self) -> list[slice]:
-        """Where the units of each of the rank's stages are among `units`."""
+        """Slices of `units`, one for each of the rank's stages."""
         ends = accumulate(map(len, self.sizes.groups))
         return [slice(end - len(group), end) for end, group in zip(ends, self.sizes.groups, strict=True)]
 
@@ -278,7 +281,7 @@ class RankMemory:
         is_split = self.plan.context_method == "all_gather"
         return float(self.plan.positions * self.plan.sequence_length) if is_split else 0.0
 
-    def _traffic(self, held: InFlight) -> float:
+    def _traffic(self, in_flight: InFlight) -> float:
         """A hidden state that arrives and a gradient that comes back, one at a time.
 
         A stage's output waits for its backward. Its input is in what its first block keeps already, except that tensor
@@ -287,7 +290,9 @@ class RankMemory:
         last = len(self.plan.stages) - 1
         into, out = ([stage != end for stage in self.stages] for end in (0, last))
         ends = [out[part] + into[part] * self.plan.sequence_parallel for part in range(len(self.stages))]
-        waiting = sum((count + (part == held.part)) * ends[part] for part, count in enumerate(held.forwards) if ends)
+        waiting = sum(
+            (count + (part == in_flight.part)) * ends[part] for part, count in enumerate(in_flight.forwards) if ends
+        )
         return (any(into) + any(out) + waiting) * self.row
 
     @cached_property
