@@ -14,7 +14,8 @@ from transformers.activations import GELUTanh, NewGELUActivation
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.schema import Job
-from shardwise.model.build import build_model, load_config, parameters_on_meta
+from shardwise.model.build import build_model, constructed_parameters, load_config, parameters_on_meta
+from shardwise.testing.toy_configs import toy_config
 from tests.model import toys
 
 
@@ -255,3 +256,12 @@ def test_broken_factories(name: str, expected: str) -> None:
 
 def test_factory_with_wrong_arguments() -> None:
     assert "unexpected keyword argument 'depth'" in _message(toys.factory_job("tokens", factory_arguments={"depth": 3}))
+
+
+def test_a_parameter_that_is_replaced_shifts_no_numbers(tmp_path: Path) -> None:
+    """LUKE ties what it has registered; a parameter made later may have the id of one that is gone."""
+    (tmp_path / "config.json").write_text(json.dumps(toy_config("luke")))
+    job = Job.model_validate({"model": {"config": str(tmp_path), "task": "masked_lm"}, "data": {"path": "text"}})
+    for _ in range(20):
+        (bias,) = constructed_parameters(job, ["entity_predictions.bias"]).values()
+        assert not bias.is_meta and not bias.any()

@@ -334,16 +334,16 @@ def constructed_parameters(job: Job, names: Collection[str]) -> dict[str, Tensor
     Args:
         names: of the parameters; those of ties by their first name.
     """
-    order: dict[int, int] = {}  # id of a parameter -> its number
+    order: dict[int, tuple[int, nn.Parameter]] = {}  # by id: its number, and itself, or another could have its id
     config, section = load_config(job), job.model
     known = _from_config(config, section, partial(_with_real_buffers, registered=partial(_note_order, order)))
-    numbers = {order[id(parameter)] for name, parameter in known.named_parameters() if name in names}
+    numbers = {order[id(parameter)][0] for name, parameter in known.named_parameters() if name in names}
     model = _from_config(config, section, partial(_with_real_buffers, real=numbers))
     return {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
 
 
-def _note_order(order: dict[int, int], given: Tensor, parameter: nn.Parameter) -> None:
-    order.setdefault(id(parameter), len(order))
+def _note_order(order: dict[int, tuple[int, nn.Parameter]], given: Tensor, parameter: nn.Parameter) -> None:
+    order.setdefault(id(parameter), (len(order), parameter))
 
 
 @contextmanager
