@@ -60,12 +60,14 @@ def test_an_exchange_costs_more_between_nodes_and_with_uneven_loads() -> None:
 
 
 def test_kept_rows_are_not_exchanged_again() -> None:
-    sharing = configured(expert=16)
-    once, twice, kept = (
+    sharing = replace(configured(expert=16), selective_exchanges=True)
+    once, twice, selective, kept = (
         block_traffic(replace(sharing, checkpointing=policy, keeps_expert_rows=keeps))["expert"]
-        for policy, keeps in (("none", False), ("full", False), ("full", True))
+        for policy, keeps in (("none", False), ("full", False), ("selective", False), ("full", True))
     )
     assert once == kept < twice < 1.5 * once, "two of six exchanges of rows; numbers are exchanged once"
+    assert selective == twice, "selective checkpointing of shardwise keeps products alone"
+    assert block_traffic(replace(configured(expert=16), checkpointing="selective"))["expert"] == once
 
 
 def test_each_stack_of_a_block_has_an_exchange_of_its_own() -> None:

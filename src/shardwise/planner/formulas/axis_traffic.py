@@ -14,8 +14,9 @@ in `shardwise.planner.formulas.layer`; the reduction of gradients between replic
 - context: keys and values gathered, their gradients scattered; exposed.
 - pipeline: a hidden state each way a stage and microbatch; exposed.
 - expert: rows to their experts and back, each way, paced by the fullest rank (`imbalance`); a stack may hide a share
-  (`Stack.expert_exposed`). Their numbers go ahead in an exchange of their own, which is exposed. With whole blocks
-  recomputed, the forward's two are made again unless their rows are kept (`keeps_expert_rows`).
+  (`Stack.expert_exposed`). Their numbers go ahead in an exchange of their own, which is exposed. Where blocks
+  are recomputed the forward's two are made again, unless their rows are kept (`keeps_expert_rows`); under selective
+  checkpointing only in a stack that keeps products alone (`selective_exchanges`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _exchange(configuration: TrainingConfiguration) -> float:
     sharing, model = ExpertGroups.of(configuration).sharing, configuration.model
     rows = model.experts_of_token * tokens_of(configuration) / configuration.tensor
     size = configuration.imbalance * rows * model.hidden * BYTES[configuration.precision]
-    recomputed = configuration.checkpointing == "full" and not configuration.keeps_expert_rows
+    policies = ("full", "selective") if configuration.selective_exchanges else ("full",)
+    recomputed = configuration.checkpointing in policies and not configuration.keeps_expert_rows
     again = configuration.checkpointed if recomputed else 0.0
     rounds = (4 + 2 * again) * exchange_seconds(size, sharing, _crossing(configuration, sharing.nodes))
     if configuration.copies_on_nodes and not configuration.hides_exchange:

@@ -54,6 +54,7 @@ def configuration_of(
         checkpointing=memory.activation_checkpointing,
         checkpointed=1.0 / memory.checkpoint_every,
         keeps_expert_rows=memory.keep_expert_rows,
+        selective_exchanges=True,
         offload_activations=memory.offload_activations,
         offload_parameters=memory.offload_parameters,
         offload_optimizer=float(memory.offload_optimizer),

@@ -357,6 +357,7 @@ class TrainingConfiguration:
         gathers_float8: blocks' sharded parameters travel in a byte each.
         checkpointed: share of the blocks that checkpoint.
         keeps_expert_rows: they keep what their experts get and give, and exchange none of it again.
+        selective_exchanges: under `selective` they exchange it again too.
         collectives: `nccl`, `flat`, `hierarchical`, or `smddp` (`communication.py`).
         async_tensor: tensor traffic is cut in pieces that hide behind matrix products.
         scattered_messages: tensor ranks send a part of a stage's output each, and gather it (arXiv 2104.04473,
@@ -407,6 +408,7 @@ class TrainingConfiguration:
     checkpointing: str = "none"
     checkpointed: float = 1.0
     keeps_expert_rows: bool = False
+    selective_exchanges: bool = False
     offload_activations: bool = False
     offload_parameters: bool = False
     offload_optimizer: float = 0.0
