@@ -32,6 +32,8 @@ FAMILIES = [
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2, replica 2": (4, {"sharded_data_parallel_degree": 2}),
     "shard 2": (2, {"sharded_data_parallel_degree": 2}),
+    "tensor 2": (2, {"tensor_parallel_degree": 2}),
+    "tensor 2, shard 2": (4, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
 }
 
 
@@ -63,6 +65,12 @@ def test_verify_agrees(world_pool: WorldPool, tmp_path: Path, layout: str, famil
 
 
 @pytest.mark.slow
+def test_stages_agree_where_rows_have_other_numbers_of_images(world_pool: WorldPool, tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    check_agrees(world_pool, 2, chat_job(tmp_path, parallel={"pipeline_parallel_degree": 2}))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [{"activation_checkpointing": "full"}, {}])
 def test_a_tower_is_frozen(world_pool: WorldPool, tmp_path: Path, memory: dict[str, Any]) -> None:
     write_chats(tmp_path)
@@ -73,10 +81,10 @@ def test_a_tower_is_frozen(world_pool: WorldPool, tmp_path: Path, memory: dict[s
     check_agrees(world_pool, 2, job)
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "context", "tensor"])
-def test_axes_that_are_refused(tmp_path: Path, axis: str) -> None:
+@pytest.mark.parametrize("family, axis", [("llava", "context"), ("gemma3", "pipeline")])
+def test_axes_that_are_refused(tmp_path: Path, family: str, axis: str) -> None:
     write_chats(tmp_path)
-    job = chat_job(tmp_path, parallel={f"{axis}_parallel_degree": 2})
+    job = chat_job(tmp_path, family, parallel={f"{axis}_parallel_degree": 2})
     with pytest.raises(LegalityError, match=f"{axis}_parallel_degree=2"):
         resolve(job, World(2, "cpu", 2), study(job))
 
