@@ -203,7 +203,8 @@ def _tensor_plan(
         capability = refused(f"the layers of {config.model_type} differ in size")
     if not isinstance(model, PreTrainedModel):
         return splits, capability, ""
-    attention = [name for name in forward.attention if name.startswith(planned_part(model))]
+    part = planned_part(model)
+    attention = [name for name in forward.attention if not part or name.startswith(f"{part}.")]
     heads = attention_split(splits, attention)
     if capability.ok and len(attention) < len(forward.attention) and forward.has_attention_dropout:
         capability = refused("attention has dropout in a part whose heads the plan leaves whole")
