@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
 from tests.parity.jobs import check_agrees
 
-HAS_DIFFUSERS = importlib.util.find_spec("diffusers") is not None
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2": (2, {"sharded_data_parallel_degree": 2}),
     "shard 2, replica 2": (4, {"sharded_data_parallel_degree": 2}),
@@ -70,9 +68,7 @@ def drawing(parallel: dict[str, Any], of_diffusers: bool = False) -> Job:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "of_diffusers", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_DIFFUSERS, reason="no diffusers"))]
-)
+@pytest.mark.parametrize("of_diffusers", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_verify_agrees(world_pool: WorldPool, layout: str, of_diffusers: bool) -> None:
     ranks, parallel = LAYOUTS[layout]
