@@ -94,7 +94,7 @@ class RankMemory:
             found = [held for order in orders for held in order]
         most: dict[object, InFlight] = {}
         for held in found:
-            key = (held.part, held.in_backward, held.done)
+            key = (held.part, held.in_backward, held.done, self._reduces(held))
             most[key] = max(most.get(key, held), held, key=self._others)
         return list(most.values())
 
@@ -185,6 +185,17 @@ class RankMemory:
     def _waits(self) -> bool:
         """Return whether gradients are reduced once a step, at its end."""
         return self.plan.holds_whole and self.plan.accumulation > 1
+
+    @property
+    def _adds_whole(self) -> bool:
+        """Return whether the gradients of several microbatches are added up before they are reduced, as shards are."""
+        return self.plan.adds_whole and self.plan.accumulation > 1
+
+    def _reduces(self, held: InFlight) -> bool:
+        """Return whether a backward reduces what it leaves; where gradients are added up whole, its stage's last."""
+        if self._waits or not self._adds_whole:
+            return not self._waits
+        return held.done[held.part] and held.forwards[held.part] == 0
 
     def _heads(self, held: InFlight) -> float:
         """A head's gradient for each microbatch in flight, made in its forward."""
