@@ -196,7 +196,7 @@ def test_even_cut(rows: int, limit: int, cut: int) -> None:
             "prefetch_depth=2 does nothing",
         ),
         (
-            {"parallel": {"sharded_data_parallel_degree": 1, "reshard_after_forward": False}},
+            {"parallel": {"pipeline_parallel_degree": 4, "reshard_after_forward": False}},
             FACTS,
             "reshard_after_forward=False does nothing",
         ),

@@ -259,6 +259,22 @@ def test_earlier_microbatches_leave_sums_on_the_device_where_replicas_wait_for_t
     assert found["loss"].gradients == moments(*planned(2))[-1].gradients
 
 
+def test_one_shard_rank_reduces_in_a_stages_last_backward_alone() -> None:
+    """Ahead of it the first stage has another microbatch's activations, and no buffers of a reduction."""
+    run = {"training": {"gradient_accumulation": 4, "sequences_per_step": 8}, "precision": {"compute": "bf16"}}
+    pipeline = {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 1}
+    found = moments(*planned(2, parallel=pipeline, **run))
+    backwards = [moment for moment in found if moment.moment == "backward of unit 0"]
+    reductions = [moment for moment in found if moment.moment == "reduction of unit 0"]
+    assert min(moment.communication for moment in backwards) == 0.0
+    assert len(reductions) == 1 < len(backwards)
+    kept = moments(*planned(2, parallel=pipeline | {"reshard_after_forward": False}, **run))
+    forward, freed = (
+        [each.gathered for each in steps if "forward of unit 0" in each.moment] for steps in (kept, found)
+    )
+    assert max(forward) > max(freed)  # the next unit's are there from the microbatch before
+
+
 def test_offload_on_cuda_moves_the_states_to_the_host() -> None:
     held = moments(*planned(2, device="cuda"))[-1]
     away = moments(*planned(2, device="cuda", memory={"offload_parameters": True}))[-1]

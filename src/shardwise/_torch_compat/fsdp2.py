@@ -267,9 +267,10 @@ class ShardedUnit:
                     hooks.before_backward(index)
                 return backward(*args)
 
-            def post_backward(*args: Any, reduce: Any = reduce) -> Any:
+            def post_backward(*args: Any, group: Any = group, reduce: Any = reduce) -> Any:
                 with hooks.before_reduction(index):
-                    return reduce(*args)
+                    # FSDP2 asks each parameter for what it is to add up, also one that it has never gathered.
+                    return reduce(*args) if group.reduce_grads or _gathered_before(group) else None
 
             group.pre_forward, group.post_forward = pre_forward, post_forward
             group.pre_backward, group.post_backward = pre_backward, post_backward

@@ -212,7 +212,7 @@ class ParallelModel:
             if routers.needs_totals and (len(microbatches) > 1 or self.pipeline is not None):
                 self._count_routes(objective, microbatches, step)
         with self._users_code("backward"):
-            self.drive(work, len(microbatches), backward=seed is not None)
+            self.drive(work, len(microbatches), backward=seed is not None, is_first_sum=True)
         if self.head is not None:
             self.head.seed = 1.0  # the tensor would outlive its step
         if seed is not None:
@@ -319,7 +319,9 @@ class ParallelModel:
             if part.boundary is not None and part.boundary.prepare is not None:
                 part.boundary.prepare(inputs)
 
-    def drive(self, work: MicrobatchWork, count: int, backward: bool, last: bool = True) -> None:
+    def drive(
+        self, work: MicrobatchWork, count: int, backward: bool, last: bool = True, is_first_sum: bool = False
+    ) -> None:
         """Call `work` for every microbatch of every part, in the schedule's order, and backward on what it returns.
 
         Gradients of parameters that several ranks hold in part are left to `sum_shared_gradients`.
@@ -329,11 +331,12 @@ class ParallelModel:
             count: microbatches.
             backward: whether the losses are run backward.
             last: whether the last microbatch's backward completes the gradients, or more are to come.
+            is_first_sum: whether no earlier call has left gradients.
         """
 
         def begin(number: int, is_last: bool) -> None:
             self.parts[number].completes = last and is_last
-            begin_microbatch(self.parts[number].fsdp_modules, self.plan, last and is_last)
+            begin_microbatch(self.parts[number].fsdp_modules, self.plan, last and is_last, is_first_sum)
             if self.plan.job.model.cuda_graphs:
                 torch.compiler.cudagraph_mark_step_begin()  # what the last microbatch's graphs hold is no longer read
 

@@ -167,6 +167,21 @@ class Plan:
         return self.zero1 or self.splits_backward
 
     @property
+    def adds_whole(self) -> bool:
+        """True where gradients stay whole until a step's last microbatch though nothing else asks for it.
+
+        One rank has all of each, so that reducing it would only copy it. Offloaded ones would fill the device.
+        """
+        is_alone = self.needs_fsdp and self.state_ranks == 1
+        return is_alone and not (self.holds_whole or self.job.memory.offload_parameters)
+
+    @property
+    def keeps_between_microbatches(self) -> bool:
+        """True where parameters in the compute dtype stay from a microbatch to the next; the root's always do where
+        this rank `adds_whole`."""
+        return self.adds_whole and not self.job.parallel.reshard_after_forward
+
+    @property
     def keeps_last_unit(self) -> bool:
         """True where the unit that forward gathers last stays gathered for backward.
 
@@ -630,7 +645,8 @@ def _parallel_notes(draft: Draft) -> Iterator[str]:
     if draft.parallel.sequence_parallel and not draft.sequence_parallel:
         yield "parallel.sequence_parallel saves nothing: there is one tensor rank."
     if draft.sharded == 1:
-        for key in changed(draft.job, "parallel.reshard_after_forward", "parallel.prefetch_depth"):
+        is_plain = draft.data_axis == 1 and draft.compute in ("fp32", "fp64")  # else a gathered block is a copy
+        for key in changed(draft.job, *["parallel.reshard_after_forward"] * is_plain, "parallel.prefetch_depth"):
             yield f"{key}={lookup(draft.job, key)} does nothing: no parameter is sharded."
 
 

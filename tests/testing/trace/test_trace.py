@@ -76,6 +76,14 @@ AXES: dict[str, dict[str, Any]] = {
         "adapter": {"kind": "lora"},
     },
     "documents": {"data": {"isolate_documents": True}},
+    "one shard rank": {
+        "parallel": {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 1},
+        "precision": {"compute": "bf16"},
+    },
+    "one shard rank that keeps its weights": {
+        "parallel": {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 1, "reshard_after_forward": False},
+        "precision": {"compute": "bf16"},
+    },
 }
 QUICK = ("sharded", "1F1B")
 

@@ -20,7 +20,8 @@ Each unit that is prefetched holds a flat buffer. With replicas, what earlier mi
 in r bytes on the device for the last one's. After a unit's backward its parameters are freed, its gradients n_u·c
 are copied into a reduce-scatter input of n_u·r and freed, and the output n_u/s·r becomes the gradient shard; the input
 lives until the next unit's. The root stays gathered from first use to the end of backward. With one shard rank there
-is no flat buffer. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
+is no flat buffer, the gradients of several microbatches are added up before the last one's reduction, and the root
+stays gathered between them. Gloo reduces a copy of its input; with one shard rank FSDP2 makes that copy.
 
 Experts that ranks share are units of their own, sharded over the ranks that hold the same ones. They come on top of
 their block's unit as if both were one, which they are to within the moment at which either is gathered.
@@ -107,11 +108,11 @@ class _Step(RankMemory):
         part = self._range(self.parts[in_flight.part])
         for index in (index for index in reversed(part) if self.reached[index]):
             yield self.in_backward(index, in_flight)
-            if not self._waits:
+            if self._reduces(in_flight):
                 yield self.in_reduction(index, in_flight)
         if in_flight.part == 0:
             yield self.at_embedding(in_flight)
-        if not self._waits and (in_flight.part == 0 or self._ends(in_flight)):
+        if self._reduces(in_flight) and (in_flight.part == 0 or self._ends(in_flight)):
             yield self.in_root_reduction(in_flight, part)
 
     def _ends(self, in_flight: InFlight) -> bool:
@@ -128,10 +129,13 @@ class _Step(RankMemory):
         Those of another part are while a forward awaits its backward, or until the end of a step.
         """
         units = list[Unit]()
+        keeps = self._waits or (self._adds_whole and self.plan.keeps_between_microbatches)
         for number, part in enumerate(self.parts):
             runs_back = in_flight.in_backward and number == in_flight.part
             stays = in_flight.forwards[number] > 0 and not runs_back
-            stays = stays or (self._waits and (runs_back or in_flight.done[number]))
+            stays = stays or (
+                keeps and (in_flight.done[number] or runs_back) and not (runs_back and self._reduces(in_flight))
+            )
             until = part.stop if stays else index + 1 if number == in_flight.part else part.start
             units += self.units[part.start : until]
         return units
@@ -217,7 +221,7 @@ class _Step(RankMemory):
         if self._waiting[index]:  # weight gradients come later
             gradients = 0.0
         gathered = self._held_whole(index, in_flight) if self.keeps_gathered else [unit]
-        reduced = [] if self._waits else [self.units[behind] for behind in self._behind(index)[:1]]
+        reduced = [self.units[behind] for behind in self._behind(index)[:1]] if self._reduces(in_flight) else []
         return replace(
             size,
             gathered=size.gathered + self._gathered(gathered),
@@ -253,7 +257,8 @@ class _Step(RankMemory):
             own = self.root.trained + 2 * is_tied * self.head
         else:  # the head's is an earlier backward's
             own = max(self.root.trained - self.head, is_tied * self.head)
-        waiting = self.units[0].trained * self.reduction if self.units and self.fsdp else 0.0
+        reduces = self._waits or self._reduces(in_flight)
+        waiting = self.units[0].trained * self.reduction if self.units and self.fsdp and reduces else 0.0
         return replace(
             size,
             communication=waiting,
@@ -276,6 +281,8 @@ class _Step(RankMemory):
         """(gradients, buffers) at the larger moment of a reduction: filling its input, or its output beside it."""
         if not self.fsdp:
             return unit.trained * self.compute, 0.0
+        if self._adds_whole:  # one sum becomes the other
+            return 0.0, (1 + (self.plan.world.size > 1)) * unit.trained * self.reduction
         filling = (0.0 if self._waits else unit.trained * self.compute, unit.trained * self.reduction)
         copies = 1 if self.ranks == 1 or self.plan.backend == "gloo" else 0
         sharded = unit.trained_shard - unit.alone

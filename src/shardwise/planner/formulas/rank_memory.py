@@ -93,7 +93,7 @@ class RankMemory:
             candidates = [in_flight for order in orders for in_flight in order]
         most: dict[object, InFlight] = {}
         for in_flight in candidates:
-            key = (in_flight.part, in_flight.in_backward, in_flight.done)
+            key = (in_flight.part, in_flight.in_backward, in_flight.done, self._reduces(in_flight))
             most[key] = max(most.get(key, in_flight), in_flight, key=self._others)
         return list(most.values())
 
@@ -186,6 +186,17 @@ class RankMemory:
     def _waits(self) -> bool:
         """Return whether gradients are reduced once a step, at its end."""
         return self.plan.holds_whole and self.plan.accumulation > 1
+
+    @property
+    def _adds_whole(self) -> bool:
+        """Return whether the gradients of several microbatches are added up before they are reduced, as shards are."""
+        return self.plan.adds_whole and self.plan.accumulation > 1
+
+    def _reduces(self, in_flight: InFlight) -> bool:
+        """Return whether a backward reduces what it leaves; where gradients are added up whole, its stage's last."""
+        if self._waits or not self._adds_whole:
+            return not self._waits
+        return in_flight.done[in_flight.part] and in_flight.forwards[in_flight.part] == 0
 
     def _heads(self, in_flight: InFlight) -> float:
         """A head's gradient for each microbatch in flight, made in its forward."""

@@ -153,17 +153,17 @@ def _coarse_accumulation() -> AbstractContextManager[None]:
 def _early_replica_sum() -> AbstractContextManager[None]:
     began = 0
 
-    def wrapper(original: Callable[..., Any], modules: Any, plan: Any, last: bool) -> None:
+    def wrapper(original: Callable[..., Any], modules: Any, plan: Any, last: bool, *more: Any) -> None:
         nonlocal began
-        original(modules, plan, began % plan.accumulation == 0)
+        original(modules, plan, began % plan.accumulation == 0, *more)
         began += 1
 
     return wrapped(parallel_model, "begin_microbatch", wrapper)
 
 
 def _stale_gathered_weights() -> AbstractContextManager[None]:
-    def wrapper(original: Callable[..., Any], modules: Any, plan: Any, last: bool) -> None:
-        original(modules, plan, last)
+    def wrapper(original: Callable[..., Any], modules: Any, plan: Any, last: bool, *more: Any) -> None:
+        original(modules, plan, last, *more)
         for module in modules:
             module.set_reshard_after_backward(False, recurse=False)
 
