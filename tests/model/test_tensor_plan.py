@@ -74,7 +74,9 @@ def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
     assert _refusal(model("codegen"))  # transformers 5.17 has no plan, 5.24 has one for some degrees
     assert "slow_but_exact" in _refusal(model("bloom", slow_but_exact=True, pretraining_tp=2))
     assert _refusal(nn.Linear(2, 2)).startswith("a module of model.factory")
-    assert "packed_rowwise, which is not built yet" in _refusal(model("aria_text", intermediate_size=8))
+    planned = model("mpt")
+    planned.config.base_model_tp_plan = {"blocks.*.ffn.down_proj": "packed_rowwise"}
+    assert "packed_rowwise, which is not built yet" in _refusal(planned)
 
 
 @pytest.mark.parametrize("family", OWN_SPLITS)
