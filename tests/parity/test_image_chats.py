@@ -85,6 +85,24 @@ def test_a_tower_is_frozen(world_pool: WorldPool, tmp_path: Path, memory: dict[s
     check_agrees(world_pool, 2, job)
 
 
+def job_that_drops_scores(tmp_path: Path) -> Job:
+    """Return a job on tensor ranks whose tower drops scores of attention."""
+    write_chats(tmp_path)
+    config: Any = chat_job(tmp_path).model.config
+    vision = {**config["vision_config"], "attention_dropout": 0.2}
+    return chat_job(tmp_path, model={"config": {**config, "vision_config": vision}}, parallel=LAYOUTS["tensor 2"][1])
+
+
+def test_heads_stay_whole_where_a_tower_drops_scores(tmp_path: Path) -> None:
+    assert "elsewhere dropout has all heads" in study(job_that_drops_scores(tmp_path)).heads_whole
+    assert not study(chat_job(tmp_path, parallel=LAYOUTS["tensor 2"][1])).heads_whole
+
+
+@pytest.mark.slow
+def test_a_tower_drops_the_same_scores_on_tensor_ranks(world_pool: WorldPool, tmp_path: Path) -> None:
+    check_agrees(world_pool, 2, job_that_drops_scores(tmp_path))
+
+
 @pytest.mark.parametrize("family, axis", [("llava", "context"), ("gemma3", "pipeline")])
 def test_axes_that_are_refused(tmp_path: Path, family: str, axis: str) -> None:
     write_chats(tmp_path)

@@ -139,7 +139,7 @@ def _discover(
         **_interface(model),
         classifies=TASKS[job.model.task].classifies,
         **_forward_facts(forward),
-        **_coupling(model, config, forward, example),
+        **_coupling(model, job, config, forward, example),
         adapters={},
         **_experts(model, config),
         ties=ties,
@@ -193,8 +193,8 @@ def _tensor_plan(
 ) -> tuple[dict[str, TensorSplit], Capability, str]:
     """Return how modules can be split over tensor ranks, and why heads stay whole where they do.
 
-    Heads are shared where they are counted alike in all layers, and in all of their attention. A part that the plan
-    does not cover, as a tower of images, has all heads, and may have no dropout of scores: masks would not be alike.
+    Heads are shared where they are counted alike in all layers, and in all of their attention. Where the plan is
+    of a part, others, as a tower of images, have all heads: then nothing may drop, or masks would be a rank's own.
     """
     if forward.draws_on_activations and isinstance(model, PreTrainedModel):
         return {}, refused(f"the forward of {config.model_type} draws random numbers, others on each tensor rank"), ""
@@ -204,10 +204,11 @@ def _tensor_plan(
     if not isinstance(model, PreTrainedModel):
         return splits, capability, ""
     part = planned_part(model)
-    attention = [name for name in forward.attention if not part or name.startswith(f"{part}.")]
-    heads = attention_split(splits, attention)
-    if capability.ok and len(attention) < len(forward.attention) and forward.has_attention_dropout:
-        capability = refused("attention has dropout in a part whose heads the plan leaves whole")
+    heads = attention_split(splits, [name for name in forward.attention if not part or name.startswith(f"{part}.")])
+    if capability.ok and part and (forward.dropped or forward.has_attention_dropout):
+        capability = refused(
+            f"the plan for {config.model_type} is of {part} alone, and elsewhere dropout has all heads"
+        )
     if capability.ok and heads == "in some layers":
         capability = refused(f"the plan for {config.model_type} splits heads in some of its layers alone")
     if capability.ok:
@@ -244,13 +245,13 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
 
 
 def _coupling(
-    model: nn.Module, config: Any, forward: ForwardProbe, example: Mapping[str, Tensor] | None
+    model: nn.Module, job: Job, config: Any, forward: ForwardProbe, example: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
     """Return why rows of a microbatch may change each other's numbers; a user's module is tried for that later."""
     is_pretrained = isinstance(model, PreTrainedModel)
     norms = is_pretrained and any(isinstance(module, BATCH_NORMS) for module in model.modules())
     return {
-        "drops_by_microbatch": _drops_by_microbatch(model, forward, example),
+        "drops_by_microbatch": _drops_by_microbatch(model, job, forward, example),
         "couples_rows": _takes_shares(config),
         "keeps_statistics": norms,
         "draws_numbers": is_pretrained and forward.draws_on_activations,
@@ -262,12 +263,15 @@ def _takes_shares(config: Any) -> bool:
     return getattr(config, "moe_eval_capacity_token_fraction", None) is not None
 
 
-def _drops_by_microbatch(model: nn.Module, forward: ForwardProbe, example: Mapping[str, Tensor] | None) -> bool:
+def _drops_by_microbatch(
+    model: nn.Module, job: Job, forward: ForwardProbe, example: Mapping[str, Tensor] | None
+) -> bool:
     """Return whether something is dropped of what has no rows in its first dim: XLNet's hidden states, Funnel's angles.
 
-    A model of transformers with dropout is assumed to where its forward could not be probed.
+    A model of transformers with dropout is assumed to where its forward could not be probed, and where rows have as
+    many images as they like: a tower has an image in the place of a row.
     """
-    if forward.order is None:
+    if forward.order is None or job.model.task == "image_text_to_text":
         return isinstance(model, PreTrainedModel) and has_dropout(model.config)
     rows = next(map(len, example.values())) if example else ROWS
     return any(shape[0] % rows for shape in forward.dropped)

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": (PIXELS // PATCH) ** 2,
     "mm_tokens_per_image": 4, "window_size": 8, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [1],
     "num_mel_bins": 8, "input_feat_per_channel": 8, "max_source_positions": FRAMES // 2, "max_target_positions": 64,
-    "image_grid_pinpoints": [[PIXELS, PIXELS]], "projection_dim": 32, "vision_feature_layers": [-1, 0],
+    "image_grid_pinpoints": [[PIXELS, PIXELS]], "projection_dim": 32,
     "image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "drop_path_rate": 0.0,
 }  # fmt: skip
 # What else a family of classified images needs to be small.
