@@ -114,6 +114,16 @@ class ChosenBlocks(Net):
         return self.outlet(h.mean(1))
 
 
+class SkippedBlock(Net):
+    """The last block never runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inlet(x)
+        for block in self.blocks[:-1]:
+            h = block(h)
+        return self.outlet(h.mean(1))
+
+
 class ChosenOrder(Net):
     """The data chooses the order of the blocks."""
 

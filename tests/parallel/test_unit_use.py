@@ -89,6 +89,22 @@ def test_weights_without_a_gradient_do_not_decay(world_pool: WorldPool, corpora:
     assert max(world_pool.run(2, largest_errors, str(corpora), "IgnoredArgument", {})) < 1e-9
 
 
+def moved_parameters(directory: str) -> set[str]:
+    """Train a step in bf16 whose gradients are added up before one reduction; return what it has moved."""
+    sections: dict[str, Any] = {"precision": {"compute": "bf16"}, "parallel": {"sharded_data_parallel_degree": 1}}
+    run = set_up(job(directory, "SkippedBlock", **sections), torch.device("cpu"))
+    assert run.model.plan.adds_whole and run.model.plan.accumulation > 1
+    before = dict(run.model.whole_tensors())
+    run.optimizer.set_learning_rate(RATE)
+    train_step(run.model, run.objective, list(run.stream.batches(0)), run.optimizer, run.scaler, 0)
+    return {key for key, value in run.model.whole_tensors() if not torch.equal(value, before[key])}
+
+
+def test_a_block_that_never_ran_stays_as_it_is(world_pool: WorldPool, corpora: Path) -> None:
+    for moved in world_pool.run(2, moved_parameters, str(corpora)):
+        assert "blocks.2.up.weight" in moved and not [name for name in moved if name.startswith("blocks.3.")], moved
+
+
 def message_of(directory: str, name: str) -> str:
     run = set_up(job(directory, name), torch.device("cpu"))
     before = dict(run.model.whole_tensors())
