@@ -65,7 +65,7 @@ from shardwise.model.registry import family_of
 from shardwise.model.rehearsal import reads_absent_weights, rehearse_stage
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.split_forward import find_split_forward
-from shardwise.model.stage_cut import stage_facts
+from shardwise.model.stage_cut import stage_facts, towers_of
 from shardwise.model.tensor_plan import (
     FEWEST_OUTPUTS,
     attention_split,
@@ -175,7 +175,7 @@ def _probe(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> 
     """Return the lists of blocks, and what a forward has shown.
 
     Blocks whose forward is run without calling them (SqueezeBERT's) are none: no hook runs in which ranks gather. Nor
-    are those of a tower for pictures where a job has text alone (Gemma 3's).
+    are those of a tower for pictures where a job has text alone (Gemma 3's). Those of towers that run stand first.
     """
     lists, length = find_block_lists(model), job.data.sequence_length
     forward = probe_forward(model, lists, length, example)
@@ -183,9 +183,11 @@ def _probe(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> 
         return lists, forward
     called = [names for names in lists if not set(forward.order.calls).isdisjoint(names)]
     is_text = isinstance(model, PreTrainedModel) and job.model.task != "image_text_to_text"
-    if len(called) == len(lists) or (called and not is_text):
-        return lists, forward
-    return called, probe_forward(model, called, length, example)
+    kept = called if called and is_text else lists
+    by_end = sorted(kept, key=lambda names: forward.order.calls[-1:] == names[-1:])
+    if towers := towers_of(model, by_end, forward.order.calls):
+        return by_end, probe_forward(model, by_end, length, example, towers)
+    return (lists, forward) if kept == lists else (kept, probe_forward(model, kept, length, example))
 
 
 def _tensor_plan(
@@ -454,7 +456,7 @@ def _stages(
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):
-        failure = reads_absent_weights(model, lists[0], stages) if capability.ok else ""
+        failure = reads_absent_weights(model, lists[-1], stages, example) if capability.ok else ""
         if not failure:
             return stages, capability
         reason = f"its forward reads weights outside of its blocks, which other stages do not hold: {failure}"

@@ -76,6 +76,8 @@ class StageFacts:
         traced: whether stages are pieces of a traced forward.
         reshapes: whether a transformers model hands on other hidden states than [B, S, H]: it fills up its windows, or
             has several streams.
+        towers: modules that run before the chain and hold blocks of their own, or follow on such: of the first stage.
+        tower_blocks: how many of the blocks, the first ones, are no part of the chain but of towers.
     """
 
     before: dict[str, int] = field(default_factory=dict)
@@ -92,6 +94,8 @@ class StageFacts:
     between: dict[int, int] = field(default_factory=dict)
     traced: bool = False
     reshapes: bool = False
+    towers: tuple[str, ...] = ()
+    tower_blocks: int = 0
 
     @property
     def has_flat_boundaries(self) -> bool:

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise._torch_compat.tracing import FakeTensorMode, dispatch_modes_off, tree_leaves
+from shardwise._torch_compat.tracing import FakeTensorMode, dispatch_modes_off, tree_leaves, tree_map
 from shardwise.errors import ModelError
 from shardwise.job.capability import SUPPORTED, Capability
 from shardwise.model.attention_calls import AttentionCalls
@@ -143,10 +143,11 @@ def probe_forward(
     block_lists: Sequence[Sequence[str]],
     sequence_length: int,
     example: Mapping[str, Tensor] | None = None,
+    towers: Sequence[str] = (),
 ) -> ForwardProbe:
     """Run the forward on `example` (keyword arguments; only shapes and dtypes count) or, without one, on tokens.
 
-    `block_lists` are module names. The model stays as it is: a copy runs, for a forward may keep tensors it made. Of a
+    `block_lists` are module names; with `towers` the last one alone is a chain, which they run before. The model stays as it is: a copy runs, for a forward may keep tensors it made. Of a
     user's forward that decides by values of tensors, only what it reads and writes is known, on two of its paths.
     """
     if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
@@ -155,7 +156,7 @@ def probe_forward(
 
     def observe(draw: float, training: bool, device: str, dtype: torch.dtype) -> ForwardProbe:
         observed = copy_to_probe(model).train() if training else copy_to_probe(model)
-        recorded = _RecordedForward(observed, block_lists, _positions(inputs), draw)
+        recorded = _RecordedForward(observed, block_lists, _positions(inputs), draw, towers)
         recorded.originals = dict(model.named_parameters())
         return recorded.run(inputs, device, dtype)
 
@@ -238,7 +239,7 @@ def shapes_handed_on(model: nn.Module, facts: ModelFacts, inputs: Mapping[str, A
             value = output if isinstance(output, Tensor) else output[number]
             shapes[name, number] = tuple(value.shape)
 
-    for block in facts.blocks:
+    for block in facts.blocks[stages.tower_blocks :]:
         recorded.get_submodule(block.name).register_forward_hook(partial(record, block.name, stages.handed_on))
     if stages.encoder:
         recorded.get_submodule(stages.encoder).register_forward_hook(partial(record, stages.encoder, (0,)))
@@ -360,14 +361,8 @@ def run_on_fakes(
     watching: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Run the forward on fake tensors, inside `watching`; floats are of `dtype`, and of arguments `kept` of fp32."""
-    with (
-        _quiet(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        KnownValues(assumes=isinstance(model, PreTrainedModel)) as known,
-        torch.random.fork_rng(devices=[]),
-        FixedScalarDraws(),
-    ):
-        state = {name: _fake(tensor, device, dtype) for name, tensor in _tensors(model)}
+    with _fakes(assumes=isinstance(model, PreTrainedModel)) as known:
+        state = fake_state(model, device, dtype)
         arguments = {
             name: _fake(value, device, torch.float32 if name in kept else dtype) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
@@ -375,6 +370,43 @@ def run_on_fakes(
         _assume_inputs(known, model, inputs, arguments)
         with watching or nullcontext():
             torch.func.functional_call(model, state, (), arguments)
+
+
+def output_on_fakes(module: nn.Module, arguments: tuple[Any, Any], dtype: torch.dtype) -> Any:
+    """Return what a part of a transformers model gives on fake tensors, whose floats are of `dtype`.
+
+    Args:
+        arguments: positional and keyword arguments, whose tensors have values that the forward may read.
+    """
+    with _fakes(assumes=True) as known:
+
+        def faked(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            fake = _fake(leaf, "cpu", dtype)
+            known.assume(fake, partial(_value_of, leaf, fake.dtype))
+            return fake
+
+        args, kwargs = tree_map(faked, arguments)
+        return torch.func.functional_call(module, fake_state(module, "cpu", dtype), args, kwargs)
+
+
+@contextmanager
+def _fakes(assumes: bool) -> Iterator[KnownValues]:
+    """Let tensors that are made here be fake ones."""
+    with (
+        _quiet(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        KnownValues(assumes=assumes) as known,
+        torch.random.fork_rng(devices=[]),
+        FixedScalarDraws(),
+    ):
+        yield known
+
+
+def fake_state(module: nn.Module, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return fake tensors for the parameters and buffers of a module, by name; under FakeTensorMode."""
+    return {name: _fake(tensor, device, dtype) for name, tensor in _tensors(module)}
 
 
 def _assume_inputs(
@@ -441,11 +473,19 @@ def copy_to_probe(model: nn.Module) -> nn.Module:
 class _RecordedForward:
     """One run of the forward of `model` with hooks on head, dropout modules and blocks; the model is used up."""
 
-    def __init__(self, model: nn.Module, block_lists: Sequence[Sequence[str]], positions: int, draw: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        block_lists: Sequence[Sequence[str]],
+        positions: int,
+        draw: float,
+        towers: Sequence[str] = (),
+    ) -> None:
         self.model = model
         self.blocks = [[BlockCalls(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
-        self.order = ExecutionOrder(model, block_lists)
+        self.chains = self.blocks[-1:] if towers else self.blocks
+        self.order = ExecutionOrder(model, block_lists, towers)
         self.functions = _FunctionCalls(positions, self.order)
         self.originals: Mapping[str, Tensor] = {}  # which code reaches past the copy, by a weak reference or a global
         self.writes = ParameterWrites()
@@ -527,7 +567,7 @@ class _RecordedForward:
         names = {id(module): name for name, module in self.model.named_modules()}
         is_users = not isinstance(self.model, PreTrainedModel)
         are_written = is_users and any(block.is_written_into for block in blocks)
-        are_chain = not are_written and all(is_chain(blocks) for blocks in self.blocks)
+        are_chain = not are_written and all(is_chain(blocks) for blocks in self.chains)
         all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
         is_last = len(functions.logits) == 1 and logits is functions.logits[0] and not functions.logits_used
         return ForwardProbe(
@@ -536,10 +576,10 @@ class _RecordedForward:
             has_functional_dropout=functions.functional_dropout,
             has_attention_dropout=functions.attention_dropout,
             dropped=frozenset(functions.dropped),
-            blocks_share_arguments=are_chain and all(share_arguments(blocks) for blocks in self.blocks),
+            blocks_share_arguments=are_chain and all(share_arguments(blocks) for blocks in self.chains),
             order=self.order,
             blocks_are_chain=are_chain,
-            handed_on=handed_on(self.blocks, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
+            handed_on=handed_on(self.chains, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
             block_calls=sum(len(block.calls) for blocks in self.blocks for block in blocks),
             scalar_draws=self.draws.count,
             draws_process_numbers=self.draws_process_numbers,

@@ -15,7 +15,8 @@ from shardwise.model.config_cache import once_a_config
 from shardwise.model.facts import StageFacts
 from shardwise.model.modules import empty_module
 from shardwise.model.placeholders import AbsentWeight, AbsentWeights, placeholder
-from shardwise.model.probe import POSITIONS, copy_to_probe, run_on_fakes, token_inputs, try_devices
+from shardwise.model.probe import POSITIONS, copy_to_probe, fake_state, run_on_fakes, token_inputs, try_devices
+from shardwise.model.tower_placeholders import leave_out_tower
 
 # In the errors of a forward that reads what is not there.
 ABSENCE = ("object has no attribute", "NoneType", AbsentWeight.__name__)
@@ -40,10 +41,12 @@ def rehearse_stage(
 
 
 @once_a_config
-def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: StageFacts) -> str:
+def reads_absent_weights(
+    model: PreTrainedModel, blocks: Sequence[str], stages: StageFacts, example: Mapping[str, Tensor] | None = None
+) -> str:
     """Return how the forward of a stage without the modules ahead of the blocks, or behind, fails for want of weights.
 
-    Empty where it does not, or fails in another way.
+    Empty where it does not; without towers also where it fails in another way. `example` as for `probe`.
     """
 
     def rehearse(absent: Iterable[str], device: str, dtype: torch.dtype) -> None:
@@ -51,13 +54,30 @@ def reads_absent_weights(model: PreTrainedModel, blocks: Sequence[str], stages: 
         for name in blocks:
             _empty_block(rehearsed, name, stages)
         lost = AbsentWeights(dtype, place := torch.device(device))
-        for name in absent:
+        left_out = _leave_out_towers(rehearsed, stages, device, dtype) if absent is stages.before else set()
+        for name in (name for name in absent if name not in left_out):
             lost.drop(rehearsed.get_submodule(name), placeholder(stages.placeholders.get(name), dtype, place))
         with lost.shown():
-            run_on_fakes(rehearsed, token_inputs(model, POSITIONS), device, dtype)
+            run_on_fakes(rehearsed, inputs, device, dtype)
 
-    failures = (try_devices(partial(rehearse, absent))[1] for absent in (stages.before, stages.after))
-    return next((failure for failure in failures if any(words in failure for words in ABSENCE)), "")
+    # Without labels: a loss of the model's own would read a head's logits, of other classes where the head is absent.
+    inputs = {name: value for name, value in (example or token_inputs(model, POSITIONS)).items() if name != "labels"}
+    failures = filter(None, (try_devices(partial(rehearse, absent))[1] for absent in (stages.before, stages.after)))
+    return next((failure for failure in failures if stages.towers or any(words in failure for words in ABSENCE)), "")
+
+
+def _leave_out_towers(model: nn.Module, stages: StageFacts, device: str, dtype: torch.dtype) -> set[str]:
+    """Let a copy of each tower run in its place; return the names of the modules that are gone."""
+    gone = set()
+    for name in stages.towers:
+        tower = model.get_submodule(name)
+        gone.update(inner for inner, _ in tower.named_modules(prefix=name))
+        leave_out_tower(tower, partial(_run_copy, copy_to_probe(tower), device, dtype), dtype, torch.device(device))
+    return gone
+
+
+def _run_copy(module: nn.Module, device: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    return torch.func.functional_call(module, fake_state(module, device, dtype), args, kwargs)
 
 
 def _empty_block(model: nn.Module, name: str, stages: StageFacts) -> None:

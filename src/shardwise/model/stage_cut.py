@@ -2,7 +2,8 @@
 
 A model can if its blocks are a chain. What stands outside of the blocks belongs to the first stage where it runs before
 them and to the last where it runs after. Transformers' encoder-decoders are two chains, one after the other: what
-stands at an end of a stack belongs to the stage of the block there.
+stands at an end of a stack belongs to the stage of the block there. A tower, of images say, whose blocks all run before
+those of the language model, stands on the first stage as a whole.
 
 On the other stages the model's own forward runs all the same, so that masks and positions are the model's own. Modules
 that are not there have placeholders, and of those before the blocks the placeholder has to know the output's shape.
@@ -43,10 +44,14 @@ class ExecutionOrder:
         fed: name of a module from whose output blocks are given more than hidden states, and without a gradient: of
             a user's model any, of transformers' one whose weights are not trained.
         keeps_values: a block returns values that are no tensors, such as a flag.
+        towers: of the modules that it was told to be towers, those that ran before the blocks.
+        tower_blocks: how many blocks the lists ahead of the last have, where there are towers; the others are a chain.
     """
 
-    def __init__(self, model: nn.Module, lists: Sequence[Sequence[str]]) -> None:
-        blocks = [name for names in lists for name in names]
+    def __init__(self, model: nn.Module, lists: Sequence[Sequence[str]], towers: Sequence[str] = ()) -> None:
+        blocks = list(lists[-1]) if towers else [name for names in lists for name in names]
+        self.towers = tuple(towers)
+        self.tower_blocks = sum(map(len, lists[:-1])) if towers else 0
         self.block_count = len(blocks)
         self.started = 0
         self.ended = 0
@@ -72,7 +77,9 @@ class ExecutionOrder:
         for name in blocks:
             model.get_submodule(name).register_forward_pre_hook(partial(self._start_block, name), with_kwargs=True)
             model.get_submodule(name).register_forward_hook(partial(self._end_block, name))
-        for name in modules_outside(model, blocks):
+        for name in (name for names in lists[:-1] for name in names) if towers else ():
+            model.get_submodule(name).register_forward_pre_hook(partial(self._start_tower_block, name))
+        for name in modules_outside(model, [name for names in lists for name in names]):
             self.phases[name], self.places[name] = set(), set()
             module = model.get_submodule(name)
             module.register_forward_hook(partial(self._record_module, name), with_kwargs=True)
@@ -87,6 +94,9 @@ class ExecutionOrder:
             maker = self._made[id(value)][1] if id(value) in self._made else ""
             if maker in self._untrained or (self._is_users and not getattr(value, "requires_grad", True)):
                 self.fed = self.fed or maker
+
+    def _start_tower_block(self, name: str, module: nn.Module, args: Any) -> None:
+        self.calls.append(name)
 
     def _end_block(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.ended += 1
@@ -135,6 +145,7 @@ class ExecutionOrder:
 
         What torch's functions made was followed, detached and frozen too; autograd's graph also knows what others made.
         """
+        self._settle_towers()
         output = getattr(output, "logits", output)
         self.shortcut = next((self._made[id(value)][1] for value in walk(output) if id(value) in self._made), "")
         reached, visited = _nodes(output), set(self._last_made)
@@ -148,6 +159,18 @@ class ExecutionOrder:
         for kept in (self._made, self._makers, self._last_made):
             kept.clear()  # tensors and graphs of the forward
 
+    def _settle_towers(self) -> None:
+        """Keep the towers that ran before the blocks; what is in one belongs to it, called or not."""
+        inside = {name: f"{name}." for name in self.towers}
+        phases = {
+            name: set().union(*(found for module, found in self.phases.items() if f"{module}.".startswith(prefix)))
+            for name, prefix in inside.items()
+        }
+        self.towers = tuple(name for name in self.towers if phases[name] == {"before"})
+        for module in self.phases:
+            if f"{module}.".startswith(tuple(inside[name] for name in self.towers)):
+                self.phases[module], self.places[module] = {"before"}, {self.tower_blocks}
+
     def _place(self) -> int:
         """Return the block with which a module runs now: the first of its stack ahead of it, or the last behind it."""
         if self.encoder and not self.encoder_started:
@@ -156,7 +179,8 @@ class ExecutionOrder:
         if self.encoder:
             first, end = (self.encoder_blocks, self.block_count) if self.encoder_ended else (0, self.encoder_blocks)
         number = self.started if self.started == self.ended else BETWEEN_BLOCKS
-        return {end: end - 1, first: first}.get(number, BETWEEN_BLOCKS)
+        place = {end: end - 1, first: first}.get(number, BETWEEN_BLOCKS)
+        return place if place == BETWEEN_BLOCKS else place + self.tower_blocks
 
 
 def _nodes(output: Any) -> list[Any]:
@@ -174,6 +198,32 @@ def encoder_of(model: nn.Module, lists: Sequence[Sequence[str]]) -> str:
     name = next((name for name, module in model.named_modules() if module is stack), "")
     inside = [{block.startswith(f"{name}.") for block in names} for names in lists]
     return name if inside == [{True}, {False}] else ""
+
+
+def towers_of(model: nn.Module, lists: Sequence[Sequence[str]], calls: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules of several layers that stand beside the last list of blocks, in a model with such ahead of it.
+
+    In transformers' models of one stack of tokens; empty where blocks of the other lists do not all run before.
+
+    Args:
+        calls: the blocks as they ran.
+    """
+    main = set(lists[-1])
+    is_apart = isinstance(model, PreTrainedModel) and not getattr(model.config, "is_encoder_decoder", False)
+    runs_main = [name in main for name in calls]
+    if not is_apart or len(lists) < 2 or runs_main != sorted(runs_main) or len(set(runs_main)) < 2:
+        return ()
+    return tuple(_composites_beside(model, "", lists[-1]))
+
+
+def _composites_beside(module: nn.Module, name: str, blocks: Sequence[str]) -> Iterator[str]:
+    """Yield the outermost modules below `module` that hold none of `blocks` and have parameters in their children."""
+    for key, child in module.named_children():
+        inner = f"{name}.{key}" if name else key
+        if any(block.startswith(f"{inner}.") for block in blocks):
+            yield from _composites_beside(child, inner, blocks)
+        elif inner not in blocks and any(True for part in child.children() for _ in part.parameters()):
+            yield inner
 
 
 def modules_outside(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
@@ -197,10 +247,12 @@ def stage_facts(
     """Return how `model` is cut, from one recorded forward, and whether it can be."""
     blocks = [name for names in lists for name in names]
     order = tuple(execution.calls) if sorted(execution.calls) == sorted(blocks) else ()
-    if len(lists) != (2 if execution.encoder else 1):
+    in_towers = tuple(f"{tower}." for tower in execution.towers)
+    has_towers = in_towers and all(name.startswith(in_towers) for name in blocks[: execution.tower_blocks])
+    if len(lists) != (2 if execution.encoder else 1) and not has_towers:
         return StageFacts(order=order), refused(f"it has {len(lists)} lists of blocks")
     passed, alike = handed_on
-    obstacle = next(_obstacles(model, lists, ties, execution, is_chain), alike.reason)
+    obstacle = next(_obstacles(model, blocks, ties, execution, is_chain), alike.reason)
     if obstacle:
         return StageFacts(order=order), refused(obstacle)
     last = len(blocks) - 1
@@ -221,6 +273,8 @@ def stage_facts(
         runs=runs,
         uses=_uses(model, ties, execution, runs),
         hidden=() if isinstance(model, PreTrainedModel) else next(iter(execution.hidden))[1:],
+        towers=execution.towers,
+        tower_blocks=execution.tower_blocks,
     )
     return stages, SUPPORTED
 
@@ -264,12 +318,12 @@ def _between(model: nn.Module, ties: Sequence[Sequence[str]], runs: Mapping[str,
 
 def _obstacles(
     model: nn.Module,
-    lists: Sequence[Sequence[str]],
+    all_blocks: Sequence[str],
     ties: Sequence[Sequence[str]],
     execution: ExecutionOrder,
     is_chain: bool,
 ) -> Iterator[str]:
-    blocks = [name for names in lists for name in names]
+    blocks = all_blocks[execution.tower_blocks :]
     if repeated := next((name for name in blocks if execution.calls.count(name) > 1), ""):
         yield f"{repeated} runs {execution.calls.count(repeated)} times in a forward, and each stage would hold it"
     if not is_chain:
@@ -280,9 +334,12 @@ def _obstacles(
         yield f"blocks are given what comes from {execution.fed} without a gradient"
     if execution.encoder and execution.calls != blocks:
         yield "its encoder does not run once, before its decoder"
+    in_towers = tuple(f"{tower}." for tower in execution.towers)
     for name, phases in execution.phases.items():
         if not name or any(block.startswith(f"{name}.") for block in blocks):
             yield f"{name or 'the model'!s} itself owns parameters and holds the blocks"
+        if f"{name}.".startswith(in_towers):
+            continue
         at_both_ends = len(phases) > 1 and "after" in phases and _own_parameters(model, name)
         if BETWEEN_BLOCKS in execution.places[name] or at_both_ends:
             yield f"{name} runs between blocks, or both before and after them"
@@ -290,11 +347,11 @@ def _obstacles(
             yield f"the shape of what {name} returns does not follow from its input's"
     if not isinstance(model, PreTrainedModel):
         yield from _module_obstacles(model, blocks, execution)
-    inside = {name: f"{name}." for name in blocks}
+    inside = {name: f"{name}." for name in (*execution.towers, *blocks)}
     for group in ties:
         owners = {next((b for b, prefix in inside.items() if name.startswith(prefix)), "") for name in group}
         if len(owners) > 1:
-            yield f"{group[0]} is tied from one block to another, or out of the blocks"
+            yield f"{group[0]} is tied from one block or tower to another, or out of it"
 
 
 def _module_obstacles(model: nn.Module, blocks: Sequence[str], execution: ExecutionOrder) -> Iterator[str]:

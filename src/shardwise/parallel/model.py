@@ -223,9 +223,13 @@ class ParallelModel:
         return torch.stack(totals).sum(0)
 
     def _shape_stages(self, microbatch: Any) -> None:
-        """Make stages ready for what travels between them in microbatches like this one, where lengths change."""
+        """Make stages ready for what travels between them in microbatches like this one, where lengths change.
+
+        A model with towers takes rows of the length that its images need.
+        """
         ids = microbatch.inputs.get("input_ids")  # a loop of one's own may bring others
-        if self.pipeline is not None and self.plan.sequence_lengths.grow and ids is not None:
+        changes = self.plan.sequence_lengths.grow or self.facts.stages.towers
+        if self.pipeline is not None and changes and ids is not None:
             self.pipeline.reshape(len(ids), self.plan.positions_of(ids.shape[1]))
 
     def _own_sequences(self, microbatches: Sequence[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Shapes of what crosses stage boundaries, for models of which that is more than hidden states [B, S, H]."""
+"""Shapes of what crosses stage boundaries, or what towers return, for models of which that is not [B, S, H] alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shardwise.plan.plan import Plan
 
 
 class BoundaryShapesOfStages(Transform):
-    """A copy of the model as it is here, to ask later what its blocks hand on for inputs of some shape."""
+    """A copy of the model as it is here, to ask later what blocks hand on and towers return for inputs of some form."""
 
     name = "boundary_shapes"
     axis = Axis.PIPELINE
 
     def applies(self, plan: Plan, facts: ModelFacts) -> bool:
-        return facts.stages.has_flat_boundaries and not facts.stages.traced
+        return (facts.stages.has_flat_boundaries or bool(facts.stages.towers)) and not facts.stages.traced
 
     def apply(self, build: ModelBuilder, inputs: BuildInputs) -> None:
         build.boundary_shapes = BoundaryShapes(build.stages[0].model, inputs.facts, inputs.plan)

@@ -3,7 +3,7 @@
 The model's own forward runs on every stage, on the whole microbatch's ids, so masks, positions and rotary tables are
 the model's own. Blocks of the stages before return the boundary input; the first block behind the stage keeps the
 boundary output and ends the forward. Embeddings and head stand where they are used; elsewhere placeholders give tensors
-of the right shape, which nobody reads. On stages of a decoder the encoder returns its states as they arrived.
+of the right shape, which nobody reads. Towers stand on the first stage as a whole. On stages of a decoder the encoder returns its states as they arrived.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.modules import empty_module
 from shardwise.model.placeholders import AbsentWeights, placeholder
 from shardwise.model.rehearsal import ABSENCE
+from shardwise.model.tower_placeholders import TowerPlaceholder, leave_out_tower
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
 from shardwise.plan.plan import Plan
@@ -70,14 +71,14 @@ def cut_stage(
 
     Args:
         device: where the stage computes.
-        shapes: of what travels, where that is more than hidden states.
+        shapes: of what travels, where that is more than hidden states; it has the model as it was, with its towers.
     """
     dtype = torch_dtype(plan.dtypes.compute)
     boundary = StageBoundary(stage, len(plan.stages), dtype=dtype)
     own = plan.stages[stage]
     names = [block.name for block in facts.blocks]
     first, end = names.index(own[0]), names.index(own[-1]) + 1
-    before, after = names[:first], names[end:]
+    before, after = names[facts.stages.tower_blocks : first], names[end:]
     for name in before:
         _empty(model.get_submodule(name), _returning_input(boundary, facts))
     for name in after:
@@ -87,22 +88,38 @@ def cut_stage(
         model.forward, boundary, lost, _SkippedBlocks(facts.definition, not facts.has_config, before, after)
     )
 
+    left_out = () if first == 0 else _leave_out_towers(model, facts, shapes, dtype, device)
+    runs = {name: numbers for name, numbers in facts.stages.runs.items() if name not in left_out}
     placeholders: dict[str, Callable[..., Tensor]] = {}
-    for name, numbers in facts.stages.runs.items():
+    for name, numbers in runs.items():
         if not any(first <= number < end for number in numbers):
             placeholders[name] = placeholder(facts.stages.placeholders.get(name), dtype, device)
-    used = [name for name in (*own, *facts.stages.runs) if name not in placeholders]
+    used = [name for name in (*own, *runs) if name not in placeholders]
     kept = {id(parameter) for name in used for parameter in model.get_submodule(name).parameters(recurse=name in own)}
-    absent = {*before, *after}
+    absent = {*before, *after, *left_out}
     for name, forward in placeholders.items():
         if not lost.drop(model.get_submodule(name), forward, kept):
             absent.add(name)
     boundary.absent = frozenset(absent)
-    if shapes is not None:
+    if shapes is not None and facts.stages.has_flat_boundaries:
         boundary.input_numbers, boundary.output_numbers = shapes.crossing(stage), shapes.crossing(stage + 1)
         boundary.prepare = partial(set_shapes, boundary, shapes)
         _connect_encoder(model, facts.stages.encoder, boundary)
     return boundary
+
+
+def _leave_out_towers(
+    model: nn.Module, facts: ModelFacts, shapes: BoundaryShapes | None, dtype: torch.dtype, device: torch.device
+) -> frozenset[str]:
+    """Put placeholders in the places of the towers, and return the names of all modules that are gone."""
+    gone: set[str] = set()
+    for name in facts.stages.towers:
+        assert shapes is not None
+        tower = model.get_submodule(name)
+        gone.update(inner for inner, _ in tower.named_modules(prefix=name))
+        whole = shapes.model.get_submodule(name)
+        leave_out_tower(tower, TowerPlaceholder(name, whole, dtype, device), dtype, device)
+    return frozenset(gone)
 
 
 def _empty(block: nn.Module, forward: Callable[..., Any]) -> None:

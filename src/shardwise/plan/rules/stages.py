@@ -24,6 +24,11 @@ def _unknown(d: Draft) -> list[str]:
     return [name for name in d.parallel.partition if name not in names]
 
 
+def _cuttable(d: Draft) -> int:
+    """Blocks between which stages are cut: those of the chain, without towers'."""
+    return len(d.facts.blocks) - d.facts.stages.tower_blocks
+
+
 def _unplaced(d: Draft) -> list[str]:
     return [block.name for block, stage in zip(d.facts.blocks, d.partition) if not 0 <= stage < d.stages]
 
@@ -75,9 +80,9 @@ RULES: tuple[Rule, ...] = (
          lambda d: not one_stage(d) and d.facts.computes_own_loss and d.model.loss is None,
          fix="give model.loss, a function of output and batch, or use pipeline_parallel_degree 1"),
     Rule("pipeline-blocks", (DEGREE, VIRTUAL), "every stage has a block",
-         lambda d: not one_stage(d) and d.stages > len(d.facts.blocks),
+         lambda d: not one_stage(d) and d.stages > _cuttable(d),
          fix="use fewer stages",
-         because=lambda d: f"{d.stages} stages, and the model has {len(d.facts.blocks)} blocks",
+         because=lambda d: f"{d.stages} stages, and the model has {_cuttable(d)} blocks",
          use=lambda d: f"use a product of at most {len(d.facts.blocks)}"),
     Rule("virtual-simple", ("parallel.pipeline", VIRTUAL), "only the interleaved schedule takes turns",
          lambda d: d.parallel.pipeline == "simple" and stages_of_a_rank(d.parallel) > 1,
@@ -138,5 +143,10 @@ RULES: tuple[Rule, ...] = (
                                           or len(set(d.partition)) < d.stages),
          fix="use a map whose stages never decrease and that leaves none out",
          because=lambda d: f"the blocks are on the stages {d.partition}"),
+    Rule("partition-towers", (AUTO, MAP, DEFAULT), "towers stand on the first stage, with the first block behind them",
+         lambda d: not one_stage(d) and any(d.partition[: d.facts.stages.tower_blocks + bool(d.facts.stages.towers)]),
+         fix="use a map with stage 0 for these",
+         because=lambda d: f"{d.facts.blocks[d.facts.stages.tower_blocks].name} and all before it are on the stages "
+         f"{d.partition[: d.facts.stages.tower_blocks + 1]}"),
 )
 # fmt: on

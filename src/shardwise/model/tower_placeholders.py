@@ -1,0 +1,78 @@
+"""Placeholders for towers on stages that do not hold them: zeros in the form of what a tower would return.
+
+How many hidden states a tower makes follows from values, such as the sizes of images. So its forward is rehearsed on
+fake tensors, once for each form of its arguments. What it would return reaches the blocks by the hidden states alone,
+which arrive from the stage before: nothing is computed with these zeros that anyone reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch_compat.modules import clear_module_hooks
+from shardwise._torch_compat.tracing import tree_leaves, tree_map
+from shardwise.errors import ModelError
+from shardwise.model.modules import empty_module
+from shardwise.model.probe import copy_to_probe, output_on_fakes
+
+MOST_FORMS = 256  # of arguments whose outputs are known; the oldest is dropped
+
+
+class TowerPlaceholder:
+    """The forward of a tower that a stage does not hold.
+
+    Args:
+        tower: whole; it stays as it is.
+        dtype: in which the stage that holds it computes with it.
+        device: where this stage computes.
+    """
+
+    def __init__(self, name: str, tower: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._name, self._tower, self._dtype, self._device = name, copy_to_probe(tower), dtype, device
+        self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        form = tuple(map(_form, tree_leaves((args, kwargs))))
+        if form not in self._known:
+            self._known[form] = self._rehearsed(args, kwargs)
+        while len(self._known) > MOST_FORMS:
+            self._known.popitem(last=False)
+        return tree_map(self._zeros, self._known[form])
+
+    def _rehearsed(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return output_on_fakes(self._tower, (args, kwargs), self._dtype)
+        except Exception as error:  # any code may run in a forward
+            raise ModelError(
+                f"what {self._name} would return for this batch cannot be told on a stage that does not hold it: "
+                f"{type(error).__name__}: {error}; use pipeline_parallel_degree 1"
+            ) from error
+
+    def _zeros(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
+
+
+def leave_out_tower(tower: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Empty a tower in place, and let `forward` be what its calls run; its parameters' dtype is still known."""
+    empty_module(tower)
+    clear_module_hooks(tower)
+    tower.forward = forward
+    dummy = torch.empty(0, dtype=dtype, device=device)
+    tower.parameters = lambda recurse=True: iter((dummy,))  # type: ignore[method-assign]
+
+
+def _form(leaf: Any) -> Any:
+    """Return what counts of an argument: of integers and flags their values, of other tensors the shape."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    if leaf.is_floating_point() or leaf.is_meta:
+        return leaf.shape, leaf.dtype
+    content = leaf.detach().cpu().contiguous().numpy().tobytes()
+    return leaf.shape, leaf.dtype, hashlib.sha256(content).digest()
