@@ -38,6 +38,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2": (2, {"sharded_data_parallel_degree": 2}),
     "tensor 2": (2, {"tensor_parallel_degree": 2}),
     "tensor 2, shard 2": (4, {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
+    "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
+    "pipeline 2, tensor 2": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
 }
 
 
@@ -69,16 +71,11 @@ def test_verify_agrees(world_pool: WorldPool, tmp_path: Path, layout: str, famil
 
 
 @pytest.mark.slow
-def test_stages_agree_where_rows_have_other_numbers_of_images(world_pool: WorldPool, tmp_path: Path) -> None:
-    write_chats(tmp_path)
-    check_agrees(world_pool, 2, chat_job(tmp_path, parallel={"pipeline_parallel_degree": 2}))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("memory", [{"activation_checkpointing": "full"}, {}])
-def test_a_tower_is_frozen(world_pool: WorldPool, tmp_path: Path, memory: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layout", ["shard 2", "pipeline 2"])
+def test_a_tower_is_frozen(world_pool: WorldPool, tmp_path: Path, layout: str, memory: dict[str, Any]) -> None:
     write_chats(tmp_path)
-    job = chat_job(tmp_path, memory=memory)
+    job = chat_job(tmp_path, memory=memory, parallel=LAYOUTS[layout][1])
     frozen = job.model.model_copy(update={"freeze": ["model.vision_tower"]})
     job = job.model_copy(update={"model": frozen, "training": job.training.model_copy(update={"microbatch_size": 2})})
     assert all(name.startswith("model.vision_tower") for name in study(job).frozen)
@@ -103,12 +100,31 @@ def test_a_tower_drops_the_same_scores_on_tensor_ranks(world_pool: WorldPool, tm
     check_agrees(world_pool, 2, job_that_drops_scores(tmp_path))
 
 
-@pytest.mark.parametrize("family, axis", [("llava", "context"), ("gemma3", "pipeline")])
-def test_axes_that_are_refused(tmp_path: Path, family: str, axis: str) -> None:
+@pytest.mark.slow
+def test_adapters_of_a_tower_and_its_language_model_on_stages(world_pool: WorldPool, tmp_path: Path) -> None:
     write_chats(tmp_path)
-    job = chat_job(tmp_path, family, parallel={f"{axis}_parallel_degree": 2})
-    with pytest.raises(LegalityError, match=f"{axis}_parallel_degree=2"):
+    adapter = {"method": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]}
+    check_agrees(world_pool, 2, chat_job(tmp_path, adapter=adapter, parallel=LAYOUTS["pipeline 2"][1]))
+
+
+def test_context_ranks_are_refused(tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    job = chat_job(tmp_path, parallel={"context_parallel_degree": 2})
+    with pytest.raises(LegalityError, match="context_parallel_degree=2"):
         resolve(job, World(2, "cpu", 2), study(job))
+
+
+def test_a_tower_stands_on_the_first_stage(tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    job = chat_job(tmp_path, "gemma3", parallel={"pipeline_parallel_degree": 2})
+    facts = study(job)
+    first, second = resolve(job, World(2, "cpu", 2), facts).stages
+    assert facts.stages.towers == ("model.vision_tower", "model.multi_modal_projector")
+    assert [name for name in first if "vision" in name] and not [name for name in second if "vision" in name]
+    partition = {name: number for number, names in enumerate((first[:1], (*first[1:], *second))) for name in names}
+    given = {"pipeline_parallel_degree": 2, "auto_partition": False, "partition": partition}
+    with pytest.raises(LegalityError, match=r"vision_tower, .*projector have the first stage.* \[0, 1, 1\]"):
+        resolve(chat_job(tmp_path, "gemma3", parallel=given), World(2, "cpu", 2), facts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

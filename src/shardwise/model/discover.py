@@ -181,11 +181,12 @@ def _probe(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> 
     forward = probe_forward(model, lists, length, example)
     if forward.order is None:
         return lists, forward
-    called = [names for names in lists if not set(forward.order.calls).isdisjoint(names)]
+    calls = forward.order.calls
+    called = [names for names in lists if not set(calls).isdisjoint(names)]
     is_text = isinstance(model, PreTrainedModel) and job.model.task != "image_text_to_text"
     kept = called if called and is_text else lists
-    by_end = sorted(kept, key=lambda names: forward.order.calls[-1:] == names[-1:])
-    if towers := towers_of(model, by_end, forward.order.calls):
+    by_end = sorted(kept, key=lambda names: calls[-1:] == names[-1:])
+    if towers := towers_of(model, by_end, calls):
         return by_end, probe_forward(model, by_end, length, example, towers)
     return (lists, forward) if kept == lists else (kept, probe_forward(model, kept, length, example))
 

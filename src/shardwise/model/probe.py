@@ -147,8 +147,9 @@ def probe_forward(
 ) -> ForwardProbe:
     """Run the forward on `example` (keyword arguments; only shapes and dtypes count) or, without one, on tokens.
 
-    `block_lists` are module names; with `towers` the last one alone is a chain, which they run before. The model stays as it is: a copy runs, for a forward may keep tensors it made. Of a
-    user's forward that decides by values of tensors, only what it reads and writes is known, on two of its paths.
+    `block_lists` are module names; with `towers` the last one alone is a chain, which they run before. The model stays
+    as it is: a copy runs, for a forward may keep tensors it made. Of a user's forward that decides by values of
+    tensors, only what it reads and writes is known, on two of its paths.
     """
     if example is None and "input_ids" not in inspect.signature(model.forward).parameters:
         return ForwardProbe(failure=f"{type(model).__name__}.forward has no input_ids, and there is no example batch")

@@ -68,7 +68,7 @@ def reads_absent_weights(
 
 def _leave_out_towers(model: nn.Module, stages: StageFacts, device: str, dtype: torch.dtype) -> set[str]:
     """Let a copy of each tower run in its place; return the names of the modules that are gone."""
-    gone = set()
+    gone: set[str] = set()
     for name in stages.towers:
         tower = model.get_submodule(name)
         gone.update(inner for inner, _ in tower.named_modules(prefix=name))

@@ -12,7 +12,7 @@ Transformers' models do so in one manner; of a module of model.factory it is reh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,15 +161,25 @@ class ExecutionOrder:
 
     def _settle_towers(self) -> None:
         """Keep the towers that ran before the blocks; what is in one belongs to it, called or not."""
-        inside = {name: f"{name}." for name in self.towers}
         phases = {
-            name: set().union(*(found for module, found in self.phases.items() if f"{module}.".startswith(prefix)))
-            for name, prefix in inside.items()
+            tower: set().union(*(found for name, found in self.phases.items() if is_inside(name, [tower])))
+            for tower in self.towers
         }
-        self.towers = tuple(name for name in self.towers if phases[name] == {"before"})
-        for module in self.phases:
-            if f"{module}.".startswith(tuple(inside[name] for name in self.towers)):
-                self.phases[module], self.places[module] = {"before"}, {self.tower_blocks}
+        self.towers = tuple(tower for tower in self.towers if phases[tower] == {"before"})
+        if not self.towers:
+            return
+        # How many rows a table or a layer behind a tower gives follows from images too.
+        shapeless = (
+            name for name, phases in self.phases.items() if phases == {"before"} and not self.placeholders[name]
+        )
+        self.towers += tuple(name for name in shapeless if not is_inside(name, self.towers) and not self._holds(name))
+        for name in self.phases:
+            if is_inside(name, self.towers):
+                self.phases[name], self.places[name] = {"before"}, {self.tower_blocks}
+
+    def _holds(self, name: str) -> bool:
+        """Tell whether a module holds blocks."""
+        return not name or any(is_inside(block, [name]) for block in self.calls)
 
     def _place(self) -> int:
         """Return the block with which a module runs now: the first of its stack ahead of it, or the last behind it."""
@@ -181,6 +191,11 @@ class ExecutionOrder:
         number = self.started if self.started == self.ended else BETWEEN_BLOCKS
         place = {end: end - 1, first: first}.get(number, BETWEEN_BLOCKS)
         return place if place == BETWEEN_BLOCKS else place + self.tower_blocks
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Tell whether a name is one of `modules`, or of what is in one."""
+    return f"{name}.".startswith(tuple(f"{module}." for module in modules))
 
 
 def _nodes(output: Any) -> list[Any]:
@@ -247,8 +262,9 @@ def stage_facts(
     """Return how `model` is cut, from one recorded forward, and whether it can be."""
     blocks = [name for names in lists for name in names]
     order = tuple(execution.calls) if sorted(execution.calls) == sorted(blocks) else ()
-    in_towers = tuple(f"{tower}." for tower in execution.towers)
-    has_towers = in_towers and all(name.startswith(in_towers) for name in blocks[: execution.tower_blocks])
+    has_towers = execution.towers and all(
+        is_inside(name, execution.towers) for name in blocks[: execution.tower_blocks]
+    )
     if len(lists) != (2 if execution.encoder else 1) and not has_towers:
         return StageFacts(order=order), refused(f"it has {len(lists)} lists of blocks")
     passed, alike = handed_on
@@ -334,11 +350,10 @@ def _obstacles(
         yield f"blocks are given what comes from {execution.fed} without a gradient"
     if execution.encoder and execution.calls != blocks:
         yield "its encoder does not run once, before its decoder"
-    in_towers = tuple(f"{tower}." for tower in execution.towers)
     for name, phases in execution.phases.items():
         if not name or any(block.startswith(f"{name}.") for block in blocks):
             yield f"{name or 'the model'!s} itself owns parameters and holds the blocks"
-        if f"{name}.".startswith(in_towers):
+        if is_inside(name, execution.towers):
             continue
         at_both_ends = len(phases) > 1 and "after" in phases and _own_parameters(model, name)
         if BETWEEN_BLOCKS in execution.places[name] or at_both_ends:

@@ -1,14 +1,17 @@
 """Placeholders for towers on stages that do not hold them: zeros in the form of what a tower would return.
 
 How many hidden states a tower makes follows from values, such as the sizes of images. So its forward is rehearsed on
-fake tensors, once for each form of its arguments. What it would return reaches the blocks by the hidden states alone,
-which arrive from the stage before: nothing is computed with these zeros that anyone reads.
+fake tensors, once for each form of its arguments; blocks that return what they are given in form run the first time
+alone. What a tower would return reaches the language model by the hidden states alone, which arrive from the stage
+before: nothing is computed with these zeros that anyone reads.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +31,19 @@ class TowerPlaceholder:
 
     Args:
         tower: whole; it stays as it is.
+        blocks: names of its blocks, from the tower on.
         dtype: in which the stage that holds it computes with it.
         device: where this stage computes.
     """
 
-    def __init__(self, name: str, tower: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, tower: nn.Module, blocks: Sequence[str], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._name, self._tower, self._dtype, self._device = name, copy_to_probe(tower), dtype, device
         self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._keeps_form = dict.fromkeys(blocks, True)
+        for block in blocks:
+            self._tower.get_submodule(block).register_forward_hook(partial(self._watch, block))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         form = tuple(map(_form, tree_leaves((args, kwargs))))
@@ -46,12 +55,26 @@ class TowerPlaceholder:
 
     def _rehearsed(self, args: Any, kwargs: Any) -> Any:
         try:
-            return output_on_fakes(self._tower, (args, kwargs), self._dtype)
+            output = output_on_fakes(self._tower, (args, kwargs), self._dtype)
         except Exception as error:  # any code may run in a forward
             raise ModelError(
                 f"what {self._name} would return for this batch cannot be told on a stage that does not hold it: "
                 f"{type(error).__name__}: {error}; use pipeline_parallel_degree 1"
             ) from error
+        self._skip_blocks()
+        return output
+
+    def _watch(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
+        forms = {(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in (*args[:1], output)}
+        self._keeps_form[name] &= bool(args) and len(forms) == 1 and None not in forms
+
+    def _skip_blocks(self) -> None:
+        """Let blocks that keep the form of their input return it: rehearsing them all would take a second."""
+        for name in [name for name, keeps in self._keeps_form.items() if keeps]:
+            empty_module(block := self._tower.get_submodule(name))
+            clear_module_hooks(block)
+            block.forward = lambda hidden, *_, **__: hidden  # type: ignore[method-assign]
+            del self._keeps_form[name]
 
     def _zeros(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -64,8 +87,8 @@ def leave_out_tower(tower: nn.Module, forward: Any, dtype: torch.dtype, device: 
     empty_module(tower)
     clear_module_hooks(tower)
     tower.forward = forward
-    dummy = torch.empty(0, dtype=dtype, device=device)
-    tower.parameters = lambda recurse=True: iter((dummy,))  # type: ignore[method-assign]
+    stands_for_all = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
+    tower.parameters = lambda recurse=True: iter((stands_for_all,))  # type: ignore[method-assign]
 
 
 def _form(leaf: Any) -> Any:

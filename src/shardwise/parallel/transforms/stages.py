@@ -3,7 +3,8 @@
 The model's own forward runs on every stage, on the whole microbatch's ids, so masks, positions and rotary tables are
 the model's own. Blocks of the stages before return the boundary input; the first block behind the stage keeps the
 boundary output and ends the forward. Embeddings and head stand where they are used; elsewhere placeholders give tensors
-of the right shape, which nobody reads. Towers stand on the first stage as a whole. On stages of a decoder the encoder returns its states as they arrived.
+of the right shape, which nobody reads. Towers stand on the first stage as a whole. On stages of a decoder the encoder
+returns its states as they arrived.
 """
 
 from __future__ import annotations
@@ -117,8 +118,10 @@ def _leave_out_towers(
         assert shapes is not None
         tower = model.get_submodule(name)
         gone.update(inner for inner, _ in tower.named_modules(prefix=name))
-        whole = shapes.model.get_submodule(name)
-        leave_out_tower(tower, TowerPlaceholder(name, whole, dtype, device), dtype, device)
+        whole, prefix = shapes.model.get_submodule(name), f"{name}."
+        blocks = [block.name for block in facts.blocks[: facts.stages.tower_blocks]]
+        inside = [block.removeprefix(prefix) for block in blocks if block.startswith(prefix)]
+        leave_out_tower(tower, TowerPlaceholder(name, whole, inside, dtype, device), dtype, device)
     return frozenset(gone)
 
 

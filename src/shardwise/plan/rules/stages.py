@@ -7,7 +7,7 @@ from itertools import pairwise
 from shardwise.job.axes import Axis
 from shardwise.plan.draft import Draft, stages_of_a_rank
 from shardwise.plan.rules.rule import Rule, idle
-from shardwise.words import nearest
+from shardwise.words import listed, nearest
 
 DEGREE, VIRTUAL = "parallel.pipeline_parallel_degree", "parallel.virtual_pipeline_degree"
 MAP, DEFAULT, AUTO = "parallel.partition", "parallel.default_partition", "parallel.auto_partition"
@@ -146,7 +146,8 @@ RULES: tuple[Rule, ...] = (
     Rule("partition-towers", (AUTO, MAP, DEFAULT), "towers stand on the first stage, with the first block behind them",
          lambda d: not one_stage(d) and any(d.partition[: d.facts.stages.tower_blocks + bool(d.facts.stages.towers)]),
          fix="use a map with stage 0 for these",
-         because=lambda d: f"{d.facts.blocks[d.facts.stages.tower_blocks].name} and all before it are on the stages "
+         because=lambda d: f"{listed(d.facts.stages.towers)} have the first stage, with "
+         f"{d.facts.blocks[d.facts.stages.tower_blocks].name}, and blocks up to it are on the stages "
          f"{d.partition[: d.facts.stages.tower_blocks + 1]}"),
 )
 # fmt: on
