@@ -65,7 +65,7 @@ from shardwise.model.registry import family_of
 from shardwise.model.rehearsal import reads_absent_weights, rehearse_stage
 from shardwise.model.routers import ADDS_LOSS, correction_biases, find_routers
 from shardwise.model.split_forward import find_split_forward
-from shardwise.model.stage_cut import stage_facts, towers_of
+from shardwise.model.stage_cut import is_inside, stage_facts, towers_of
 from shardwise.model.tensor_plan import (
     FEWEST_OUTPUTS,
     attention_split,
@@ -449,7 +449,9 @@ def _stages(
     """Return how the model is cut into stages, and whether it can be."""
     if forward.order is None:
         return StageFacts(), unless(forward.failure)
-    stages, capability = stage_facts(model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on)
+    stages, capability = stage_facts(
+        model, lists, ties, forward.order, forward.blocks_are_chain, forward.handed_on, forward.joined_blocks
+    )
     stages = replace(stages, reshapes=isinstance(model, PreTrainedModel) and _reshapes(model, forward))
     obstacle = next(_stage_obstacles(model, lists, forward, parents, capability.ok), "")
     if obstacle:
@@ -575,16 +577,13 @@ def _are_composite(children: Iterable[nn.Module]) -> bool:
 def _outermost(lists: dict[str, dict[str, nn.Module]]) -> dict[str, dict[str, nn.Module]]:
     """Drop lists inside another one's blocks; a list of one that merely wraps a longer list gives way to it."""
 
-    def inside(name: str, blocks: Iterable[str]) -> bool:
-        return any(name == block or name.startswith(f"{block}.") for block in blocks)
-
     kept = {
         name: children
         for name, children in lists.items()
-        if len(children) > 1 or not any(inside(inner, children) and len(lists[inner]) > 1 for inner in lists)
+        if len(children) > 1 or not any(is_inside(inner, children) and len(lists[inner]) > 1 for inner in lists)
     }
     return {
-        name: children for name, children in kept.items() if not any(inside(name, outer) for outer in kept.values())
+        name: children for name, children in kept.items() if not any(is_inside(name, outer) for outer in kept.values())
     }
 
 

@@ -78,6 +78,8 @@ class StageFacts:
             has several streams.
         towers: modules that run before the chain and hold blocks of their own, or follow on such: of the first stage.
         tower_blocks: how many of the blocks, the first ones, are no part of the chain but of towers.
+        first_blocks: how many the first stage has at least, where there are towers: theirs, those to whose outputs
+            towers add (DeepStack, arXiv 2406.04334), and one more.
     """
 
     before: dict[str, int] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class StageFacts:
     reshapes: bool = False
     towers: tuple[str, ...] = ()
     tower_blocks: int = 0
+    first_blocks: int = 0
 
     @property
     def has_flat_boundaries(self) -> bool:

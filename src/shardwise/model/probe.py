@@ -109,6 +109,7 @@ class ForwardProbe:
     blocks_share_arguments: bool = False
     order: ExecutionOrder | None = None
     blocks_are_chain: bool = False  # each ran once, on the output of the one before
+    joined_blocks: int = 0  # of the last list, behind towers: the first ones, whose outputs are joined by theirs
     handed_on: tuple[HandedOn, Capability] = field(default_factory=lambda: (HandedOn({0: 0}), SUPPORTED))
     block_calls: int = 0  # more than there are blocks where weights are shared across depth
     scalar_draws: int = 0  # random numbers that were drawn, by which layers may be dropped
@@ -485,7 +486,7 @@ class _RecordedForward:
         self.model = model
         self.blocks = [[BlockCalls(name) for name in names] for names in block_lists]
         self.head_name, self.head = _plain_head(model)
-        self.chains = self.blocks[-1:] if towers else self.blocks
+        self.has_towers = bool(towers)
         self.order = ExecutionOrder(model, block_lists, towers)
         self.functions = _FunctionCalls(positions, self.order)
         self.originals: Mapping[str, Tensor] = {}  # which code reaches past the copy, by a weak reference or a global
@@ -568,7 +569,9 @@ class _RecordedForward:
         names = {id(module): name for name, module in self.model.named_modules()}
         is_users = not isinstance(self.model, PreTrainedModel)
         are_written = is_users and any(block.is_written_into for block in blocks)
-        are_chain = not are_written and all(is_chain(blocks) for blocks in self.chains)
+        joined = _joined(self.blocks[-1]) if self.has_towers else 0
+        chains = [self.blocks[-1][joined:]] if self.has_towers else self.blocks
+        are_chain = not are_written and all(is_chain(blocks) for blocks in chains)
         all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
         is_last = len(functions.logits) == 1 and logits is functions.logits[0] and not functions.logits_used
         return ForwardProbe(
@@ -577,10 +580,12 @@ class _RecordedForward:
             has_functional_dropout=functions.functional_dropout,
             has_attention_dropout=functions.attention_dropout,
             dropped=frozenset(functions.dropped),
-            blocks_share_arguments=are_chain and all(share_arguments(blocks) for blocks in self.chains),
+            blocks_share_arguments=not are_written
+            and all(is_chain(blocks) and share_arguments(blocks) for blocks in self.blocks),
             order=self.order,
             blocks_are_chain=are_chain,
-            handed_on=handed_on(self.chains, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
+            joined_blocks=joined,
+            handed_on=handed_on(chains, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
             block_calls=sum(len(block.calls) for blocks in self.blocks for block in blocks),
             scalar_draws=self.draws.count,
             draws_process_numbers=self.draws_process_numbers,
@@ -615,6 +620,11 @@ class _RecordedForward:
             draws_on_activations=functions.draws_on_activations,
             called_linears=functions.called_linears(),
         )
+
+
+def _joined(blocks: Sequence[BlockCalls]) -> int:
+    """Return the fewest blocks without which the others are a chain; none where two of them are not."""
+    return next((first for first in range(len(blocks) - 1) if is_chain(blocks[first:])), 0)
 
 
 class _FunctionCalls(TorchFunctionMode):

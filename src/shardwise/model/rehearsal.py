@@ -16,6 +16,7 @@ from shardwise.model.facts import StageFacts
 from shardwise.model.modules import empty_module
 from shardwise.model.placeholders import AbsentWeight, AbsentWeights, placeholder
 from shardwise.model.probe import POSITIONS, copy_to_probe, fake_state, run_on_fakes, token_inputs, try_devices
+from shardwise.model.stage_cut import is_inside
 from shardwise.model.tower_placeholders import leave_out_tower
 
 # In the errors of a forward that reads what is not there.
@@ -55,7 +56,8 @@ def reads_absent_weights(
             _empty_block(rehearsed, name, stages)
         lost = AbsentWeights(dtype, place := torch.device(device))
         left_out = _leave_out_towers(rehearsed, stages, device, dtype) if absent is stages.before else set()
-        for name in (name for name in absent if name not in left_out):
+        holders = {name for name in stages.before if not name or any(is_inside(block, [name]) for block in blocks)}
+        for name in (name for name in absent if name not in left_out | holders):
             lost.drop(rehearsed.get_submodule(name), placeholder(stages.placeholders.get(name), dtype, place))
         with lost.shown():
             run_on_fakes(rehearsed, inputs, device, dtype)

@@ -160,12 +160,16 @@ class ExecutionOrder:
             kept.clear()  # tensors and graphs of the forward
 
     def _settle_towers(self) -> None:
-        """Keep the towers that ran before the blocks; what is in one belongs to it, called or not."""
+        """Keep the towers that ran before the blocks, or not at all; what is in one belongs to it.
+
+        Parameters of what holds the blocks, as a mark for the end of an image's line, are then had by every stage.
+        """
         phases = {
             tower: set().union(*(found for name, found in self.phases.items() if is_inside(name, [tower])))
             for tower in self.towers
         }
-        self.towers = tuple(tower for tower in self.towers if phases[tower] == {"before"})
+        towers = tuple(tower for tower in self.towers if phases[tower] <= {"before"})
+        self.towers = towers if any(phases[tower] for tower in towers) else ()
         if not self.towers:
             return
         # How many rows a table or a layer behind a tower gives follows from images too.
@@ -176,6 +180,9 @@ class ExecutionOrder:
         for name in self.phases:
             if is_inside(name, self.towers):
                 self.phases[name], self.places[name] = {"before"}, {self.tower_blocks}
+            elif self._holds(name):
+                everywhere = range(self.tower_blocks, self.tower_blocks + self.block_count)
+                self.phases[name], self.places[name] = {"before"}, set(everywhere)
 
     def _holds(self, name: str) -> bool:
         """Tell whether a module holds blocks."""
@@ -258,8 +265,13 @@ def stage_facts(
     execution: ExecutionOrder,
     is_chain: bool,
     handed_on: tuple[HandedOn, Capability],
+    joined: int = 0,
 ) -> tuple[StageFacts, Capability]:
-    """Return how `model` is cut, from one recorded forward, and whether it can be."""
+    """Return how `model` is cut, from one recorded forward, and whether it can be.
+
+    Args:
+        joined: blocks behind towers that are no part of the chain yet.
+    """
     blocks = [name for names in lists for name in names]
     order = tuple(execution.calls) if sorted(execution.calls) == sorted(blocks) else ()
     has_towers = execution.towers and all(
@@ -291,6 +303,7 @@ def stage_facts(
         hidden=() if isinstance(model, PreTrainedModel) else next(iter(execution.hidden))[1:],
         towers=execution.towers,
         tower_blocks=execution.tower_blocks,
+        first_blocks=execution.tower_blocks + joined + 1 if execution.towers else 0,
     )
     return stages, SUPPORTED
 
@@ -351,10 +364,11 @@ def _obstacles(
     if execution.encoder and execution.calls != blocks:
         yield "its encoder does not run once, before its decoder"
     for name, phases in execution.phases.items():
-        if not name or any(block.startswith(f"{name}.") for block in blocks):
-            yield f"{name or 'the model'!s} itself owns parameters and holds the blocks"
-        if is_inside(name, execution.towers):
+        holds_blocks = not name or any(block.startswith(f"{name}.") for block in blocks)
+        if execution.towers and (holds_blocks or is_inside(name, execution.towers)):
             continue
+        if holds_blocks:
+            yield f"{name or 'the model'!s} itself owns parameters and holds the blocks"
         at_both_ends = len(phases) > 1 and "after" in phases and _own_parameters(model, name)
         if BETWEEN_BLOCKS in execution.places[name] or at_both_ends:
             yield f"{name} runs between blocks, or both before and after them"

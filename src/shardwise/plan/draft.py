@@ -234,9 +234,9 @@ class Draft:
             rest = -1 if parallel.default_partition is None else parallel.default_partition
             return [parallel.partition.get(block.name, rest) for block in blocks]
         costs, first, last = block_costs(self.facts, self.data.sequence_length, parallel.memory_weight)
-        towers = self.facts.stages.tower_blocks  # of the first stage, ahead of a block of the chain
-        sizes = balance(costs[towers:], stage_ranks(parallel), first + sum(costs[:towers]), last)
-        sizes[:1] = [towers + size for size in sizes[:1]]
+        fixed = max(0, self.facts.stages.first_blocks - 1)  # of the first stage, which has one more
+        sizes = balance(costs[fixed:], stage_ranks(parallel), first + sum(costs[:fixed]), last)
+        sizes[:1] = [fixed + size for size in sizes[:1]]
         return [stage for stage, size in enumerate(sizes) for _ in range(size)]
 
     @cached_property

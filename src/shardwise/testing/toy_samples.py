@@ -98,6 +98,8 @@ def toy_of_files(task: str, model_type: str) -> tuple[dict[str, Any], dict[str, 
     if task == "image_classification":
         side = _side(_built(task, config))
         return config, {"task": task, "shapes": {"pixel_values": [3, side, side]}}
+    if "deepstack_visual_indexes" in config.get("vision_config", {}):  # which joins a block, and stages have others
+        config["text_config"]["num_hidden_layers"] = 3
     model = _built(task, config)
     if task == "speech_seq2seq":
         name, bins = model.main_input_name, model.config.to_dict().get("num_mel_bins", 8)

@@ -25,8 +25,8 @@ def _unknown(d: Draft) -> list[str]:
 
 
 def _cuttable(d: Draft) -> int:
-    """Blocks between which stages are cut: those of the chain, without towers'."""
-    return len(d.facts.blocks) - d.facts.stages.tower_blocks
+    """Blocks that can start or end a stage: not those that the first stage has together."""
+    return len(d.facts.blocks) - max(0, d.facts.stages.first_blocks - 1)
 
 
 def _unplaced(d: Draft) -> list[str]:
@@ -144,10 +144,10 @@ RULES: tuple[Rule, ...] = (
          fix="use a map whose stages never decrease and that leaves none out",
          because=lambda d: f"the blocks are on the stages {d.partition}"),
     Rule("partition-towers", (AUTO, MAP, DEFAULT), "towers stand on the first stage, with the first block behind them",
-         lambda d: not one_stage(d) and any(d.partition[: d.facts.stages.tower_blocks + bool(d.facts.stages.towers)]),
+         lambda d: not one_stage(d) and any(d.partition[: d.facts.stages.first_blocks]),
          fix="use a map with stage 0 for these",
          because=lambda d: f"{listed(d.facts.stages.towers)} have the first stage, with "
-         f"{d.facts.blocks[d.facts.stages.tower_blocks].name}, and blocks up to it are on the stages "
-         f"{d.partition[: d.facts.stages.tower_blocks + 1]}"),
+         f"{d.facts.blocks[d.facts.stages.first_blocks - 1].name}, and blocks up to it are on the stages "
+         f"{d.partition[: d.facts.stages.first_blocks]}"),
 )
 # fmt: on
