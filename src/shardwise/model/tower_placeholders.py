@@ -42,8 +42,9 @@ class TowerPlaceholder:
         self._name, self._tower, self._dtype, self._device = name, copy_to_probe(tower), dtype, device
         self._known: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._keeps_form = dict.fromkeys(blocks, True)
-        for block in blocks:
-            self._tower.get_submodule(block).register_forward_hook(partial(self._watch, block))
+        self._watches = [
+            self._tower.get_submodule(block).register_forward_hook(partial(self._watch, block)) for block in blocks
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         form = tuple(map(_form, tree_leaves((args, kwargs))))
@@ -70,11 +71,12 @@ class TowerPlaceholder:
 
     def _skip_blocks(self) -> None:
         """Let blocks that keep the form of their input return it: rehearsing them all would take a second."""
+        for watch in self._watches:
+            watch.remove()
         for name in [name for name, keeps in self._keeps_form.items() if keeps]:
-            empty_module(block := self._tower.get_submodule(name))
-            clear_module_hooks(block)
+            empty_module(block := self._tower.get_submodule(name))  # its hooks stay, by which models keep hidden states
             block.forward = lambda hidden, *_, **__: hidden  # type: ignore[method-assign]
-            del self._keeps_form[name]
+        self._watches, self._keeps_form = [], {}
 
     def _zeros(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
