@@ -1,0 +1,87 @@
+"""Mixers of states shared by heads or channels against one process, on every axis beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import coverage
+from shardwise.job.schema import Job
+from shardwise.testing.capture import gather
+from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.world import WorldPool
+from shardwise.training.setup import set_up
+from tests.parity.jobs import check_agrees, facts_of
+
+TWO = {"tensor_parallel_degree": 2}
+FOUR = {"tensor_parallel_degree": 4}
+SEQUENCE = {"sequence_parallel": True}
+FULL: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
+LORA: dict[str, Any] = {"adapter": {"kind": "lora", "rank": 4, "dropout": 0.1}}
+GROUPS = {"n_groups": 2}
+SHORT: dict[str, Any] = {"data": {"sequence_length": 7}}
+QUICK: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [  # type, ranks, sections, values of the config
+    ("mamba", 2, {"parallel": TWO, **SHORT}, {}),
+    ("mamba2", 2, {"parallel": {**TWO, **SEQUENCE}, **SHORT}, {}),
+]
+SLOW: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    *((model_type, 2, {"parallel": TWO}, {}) for model_type in ("falcon_mamba", "zamba", "zamba2", "granitemoehybrid")),
+    ("mamba", 4, {"parallel": {**FOUR, **SEQUENCE}}, {}),
+    ("mamba", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}, **LORA, **FULL}, {}),
+    ("mamba2", 4, {"parallel": FOUR, **FULL}, GROUPS),  # two ranks share each of two groups
+    ("mamba2", 4, {"parallel": {**TWO, "sharded_data_parallel_degree": 2}}, {}),
+    ("mamba2", 4, {"parallel": {**FOUR, **SEQUENCE}, **LORA}, GROUPS),
+    ("mamba2", 2, {"parallel": TWO, "adapter": {"kind": "dora", "rank": 4}}, {}),
+    ("mamba2", 3, {"parallel": {"tensor_parallel_degree": 3}}, {}),  # by outputs
+    ("mamba2", 4, {"parallel": {**TWO, "context_parallel_degree": 2}}, {}),  # by outputs
+    ("bamba", 4, {"parallel": {**TWO, "pipeline_parallel_degree": 2}, **FULL}, {}),
+    ("falcon_h1", 4, {"parallel": FOUR, "memory": {"offload_activations": True, **FULL["memory"]}}, {}),
+    ("falcon_h1", 2, {"parallel": TWO}, {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    ("jamba", 4, {"parallel": {**TWO, "expert_parallel_degree": 2}}, {}),
+    ("nemotron_h", 4, {"parallel": {**TWO, "pipeline_parallel_degree": 2}}, {}),
+    ("mamba2", 2, {"parallel": TWO, "precision": {"compute": "bf16"}, "optimizer": {"name": "SGD"}}, {}),
+]
+
+
+def mixer_job(directory: Path, model_type: str, sections: dict[str, Any], config: dict[str, Any]) -> Job:
+    """The job of a sweep's toy."""
+    coverage.write_corpora(directory)
+    toy = coverage.toy_job(directory, "causal_lm", model_type, coverage.CONTROL)
+    own = toy.model_dump(mode="json", exclude_unset=True)
+    own["model"]["config"] |= toy_config(model_type, **config) if config else {}
+    return Job.model_validate({**own, **{name: {**own.get(name, {}), **value} for name, value in sections.items()}})
+
+
+@pytest.mark.parametrize(
+    "model_type, ranks, sections, config",
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_mixers_agree_with_one_process(
+    world_pool: WorldPool,
+    tmp_path: Path,
+    model_type: str,
+    ranks: int,
+    sections: dict[str, Any],
+    config: dict[str, Any],
+) -> None:
+    job = mixer_job(tmp_path, model_type, sections, config)
+    assert facts_of(job).mixers
+    check_agrees(world_pool, ranks, job)
+
+
+def initial(job: Job) -> dict[str, Tensor]:
+    return gather(set_up(job, torch.device("cpu")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "falcon_h1", "zamba"])
+def test_initial_weights_of_mixers_are_bit_equal(world_pool: WorldPool, tmp_path: Path, model_type: str) -> None:
+    """Their initializers read the sizes of the whole."""
+    alone = world_pool.run(1, initial, mixer_job(tmp_path, model_type, {}, {}))[0]
+    found = world_pool.run(2, initial, mixer_job(tmp_path, model_type, {"parallel": TWO}, {}))[0]
+    assert list(found) == list(alone)
+    assert all(torch.equal(found[name], alone[name]) for name in alone)
