@@ -11,6 +11,7 @@ split by the outputs of its layers, where nothing else is cut.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -83,11 +84,11 @@ def _splits_by_heads(mixer: Any, has_norm: bool) -> dict[str, TensorSplit]:
     fused = (inner, inner, of_groups, of_groups, heads)
     if sum(fused) != mixer.in_proj.out_features or heads != len(mixer.A_log) or not of_groups:
         return {}
-    shared = {"shared": states, "groups": groups}
+    sharing = TensorSplit("", shared=states, groups=groups)
     splits = {
-        "": TensorSplit("mixer", heads=heads, **shared),
-        "in_proj": TensorSplit("column", sizes=fused, behind=1, **shared),
-        "conv1d": TensorSplit("channels", sizes=fused[1:4], **shared),
+        "": replace(sharing, kind="mixer", heads=heads),
+        "in_proj": replace(sharing, kind="column", sizes=fused, behind=1),
+        "conv1d": replace(sharing, kind="channels", sizes=fused[1:4]),
         "out_proj": _row(),
     }
     return splits | ({"norm": CHANNELS} if has_norm else {})
