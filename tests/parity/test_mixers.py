@@ -23,10 +23,11 @@ SEQUENCE = {"sequence_parallel": True}
 FULL: dict[str, Any] = {"memory": {"activation_checkpointing": "full"}}
 LORA: dict[str, Any] = {"adapter": {"kind": "lora", "rank": 2, "dropout": 0.1}}  # of the step sizes too
 GROUPS = {"n_groups": 2}
+ONE_LAYER = {"num_hidden_layers": 1}
 SHORT: dict[str, Any] = {"data": {"sequence_length": 7}}
 QUICK: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [  # type, ranks, sections, values of the config
-    ("mamba", 2, {"parallel": TWO, **SHORT}, {}),
-    ("mamba2", 2, {"parallel": {**TWO, **SEQUENCE}, **SHORT}, {}),
+    ("mamba", 2, {"parallel": TWO, **SHORT}, ONE_LAYER),
+    ("mamba2", 2, {"parallel": {**TWO, **SEQUENCE}, **SHORT}, ONE_LAYER),
 ]
 SLOW: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     *((model_type, 2, {"parallel": TWO}, {}) for model_type in ("falcon_mamba", "zamba", "zamba2", "granitemoehybrid")),

@@ -36,7 +36,7 @@ MOST_TRIED = 64  # parts of a trial
 def mixer_splits(model: nn.Module) -> dict[str, dict[str, TensorSplit]]:
     """Return the splits of each mixer that ranks can share, and of the modules in it, by the mixer's name."""
     tried: dict[Any, bool] = {}
-    found = {}
+    mixers: dict[str, dict[str, TensorSplit]] = {}
     for name, module in model.named_modules():
         splits = _splits(module)
         if not splits:
@@ -47,8 +47,8 @@ def mixer_splits(model: nn.Module) -> dict[str, dict[str, TensorSplit]]:
             degrees = _degrees(splits[""])
             tried[key] = bool(degrees) and all(parts_make_the_whole(module, splits, degree) for degree in degrees)
         if tried[key]:
-            found[name] = {f"{name}.{part}".rstrip("."): split for part, split in splits.items()}
-    return found
+            mixers[name] = {f"{name}.{part}".rstrip("."): split for part, split in splits.items()}
+    return mixers
 
 
 def _degrees(mixer: TensorSplit) -> list[int]:
@@ -60,21 +60,21 @@ def _degrees(mixer: TensorSplit) -> list[int]:
 
 def _splits(mixer: Any) -> dict[str, TensorSplit]:
     """Return the splits of a mixer's modules by the names in it, its own by ""; none of what holds anything else."""
-    held = {child for child, module in mixer.named_children() if next(module.parameters(), None) is not None}
-    held |= {leaf for leaf, _ in mixer.named_parameters(recurse=False)}
-    if not {"in_proj", "conv1d", "out_proj", "A_log"} <= held:
+    names = {child for child, module in mixer.named_children() if next(module.parameters(), None) is not None}
+    names |= {leaf for leaf, _ in mixer.named_parameters(recurse=False)}
+    if not {"in_proj", "conv1d", "out_proj", "A_log"} <= names:
         return {}
     if type(mixer.in_proj) is not nn.Linear or type(mixer.out_proj) is not nn.Linear:
         return {}
     around = {"in_proj": COLUMN, "conv1d": CHANNELS, "out_proj": _row()}
-    if OF_CHANNELS <= held <= OF_CHANNELS | STEERING:
-        steering = dict.fromkeys(sorted(held & STEERING), PARTIAL)
+    if OF_CHANNELS <= names <= OF_CHANNELS | STEERING:
+        steering = dict.fromkeys(sorted(names & STEERING), PARTIAL)
         own = {"": _mixer(len(mixer.A_log)), "dt_proj": CHANNELS, "x_proj": _row(inside=True)}
         return {**own, **around, **steering, "in_proj": TensorSplit("column", sections=2)}
-    if held == OF_CHANNELS_BY_HEAD:
+    if names == OF_CHANNELS_BY_HEAD:
         return {"": _mixer(len(mixer.A_log)), **around}
-    if OF_HEADS <= held <= OF_HEADS | {"norm"}:
-        return _splits_by_heads(mixer, "norm" in held)
+    if OF_HEADS <= names <= OF_HEADS | {"norm"}:
+        return _splits_by_heads(mixer, "norm" in names)
     return {}
 
 
