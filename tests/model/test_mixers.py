@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,48 +14,55 @@ from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
-from shardwise.model.facts import ModelFacts
 from shardwise.model.mixers import mixer_splits
 from shardwise.model.tensor_split import TensorSplit
 from shardwise.testing.toy_configs import toy_config
 
 
-def facts_of(model_type: str, **config: Any) -> ModelFacts:
-    """The facts of a toy."""
-    job = Job.model_validate({"model": {"config": toy_config(model_type, **config)}})
-    return discover(build_model(job), job)
+def toy(model_type: str, **config: Any) -> Any:
+    """A toy on the meta device."""
+    return build_model(Job.model_validate({"model": {"config": toy_config(model_type, **config)}}))
 
 
-def kinds(facts: ModelFacts, mixer: str) -> dict[str, str]:
-    """How the modules of a mixer are split, by their names in it."""
-    splits = facts.tensor_splits.items()
-    return {name.removeprefix(f"{mixer}."): split.kind for name, split in splits if name.startswith(f"{mixer}.")}
+def kinds(splits: Mapping[str, TensorSplit], mixer: str) -> dict[str, str]:
+    """How the modules of a mixer are split, by their names in it, itself by ""."""
+    own = {name: split for name, split in splits.items() if name.startswith(mixer)}
+    return {name.removeprefix(mixer).lstrip("."): split.kind for name, split in own.items()}
 
 
 def test_mamba_is_split_by_channels() -> None:
-    facts = facts_of("mamba")
-    assert facts.mixers["backbone.layers.0.mixer"].heads == 48
-    assert kinds(facts, "backbone.layers.0.mixer") == {
+    name = "backbone.layers.0.mixer"
+    splits = mixer_splits(toy("mamba"))[name]
+    assert splits[name].heads == 48
+    assert kinds(splits, name) == {
+        "": "mixer",
         "in_proj": "column",
         "conv1d": "channels",
         "x_proj": "row",
         "dt_proj": "channels",
         "out_proj": "row",
     }
-    assert facts.tensor_splits["backbone.layers.0.mixer.x_proj"].inside
-    assert facts.sequence_parallel.ok and facts.supports(Axis.TENSOR).ok
+    assert splits[f"{name}.x_proj"].inside and not splits[f"{name}.out_proj"].inside
 
 
 def test_mamba_2_is_split_by_heads() -> None:
-    facts = facts_of("mamba2", n_groups=2)
-    fused = facts.tensor_splits["backbone.layers.0.mixer.in_proj"]
-    assert fused.sizes == (64, 64, 32, 32, 8)
-    assert kinds(facts, "backbone.layers.1.mixer") == {
+    name = "backbone.layers.1.mixer"
+    splits = mixer_splits(toy("mamba2", n_groups=2))[name]
+    assert splits[f"{name}.in_proj"].sizes == (64, 64, 32, 32, 8)
+    assert kinds(splits, name) == {
+        "": "mixer",
         "in_proj": "column",
         "conv1d": "channels",
         "norm": "channels",
         "out_proj": "row",
     }
+
+
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "jamba", "bamba", "falcon_h1", "nemotron_h", "zamba", "zamba2"])
+def test_mixers_of_their_kin_are_found(model_type: str) -> None:
+    """Norms of what steers a scan, factors of a projection, and weights that lie by head are among them."""
+    model = toy(model_type)
+    assert mixer_splits(model).keys() == {n for n, module in model.named_modules() if hasattr(module, "A_log")}
 
 
 def test_a_rank_has_its_heads_and_what_its_group_shares() -> None:
@@ -67,14 +75,16 @@ def test_a_rank_has_its_heads_and_what_its_group_shares() -> None:
     assert [degree for degree in range(1, 9) if fused.shares_heads(degree)] == [1, 2, 4]
 
 
-@pytest.mark.parametrize("degrees", [(3, 1), (2, 2)])
-def test_where_heads_are_not_shared_out_mixers_are_split_by_outputs(degrees: tuple[int, int]) -> None:
+def test_where_heads_are_not_shared_out_mixers_are_split_by_outputs() -> None:
     """Three does not divide eight heads; a state that goes from context rank to context rank is of all of them."""
-    facts = facts_of("mamba2")
-    assert facts.for_degrees(4, 1) is facts
-    whole = facts.for_degrees(*degrees)
-    assert not whole.mixers and "mixers" in whole.sequence_parallel.reason
-    assert kinds(whole, "backbone.layers.0.mixer") == {"in_proj": "gathered"}
+    job = Job.model_validate({"model": {"config": toy_config("mamba2", num_hidden_layers=1)}})
+    facts = discover(build_model(job), job)
+    assert facts.supports(Axis.TENSOR).ok and facts.sequence_parallel.ok
+    assert facts.mixers and facts.for_degrees(4, 1) is facts
+    for degrees in ((3, 1), (2, 2)):
+        whole = facts.for_degrees(*degrees)
+        assert not whole.mixers and "mixers" in whole.sequence_parallel.reason
+        assert kinds(whole.tensor_splits, "backbone.layers.0.mixer") == {"in_proj": "gathered"}
 
 
 def interleaved(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -88,15 +98,13 @@ def interleaved(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
 
 def test_a_mixer_whose_parts_do_not_make_the_whole_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """In its names and sizes it is Mamba's."""
-    job = Job.model_validate({"model": {"config": toy_config("mamba")}})
-    mamba: Any = build_model(job)
+    mamba = toy("mamba")
     assert len(mixer_splits(mamba)) == 2
     monkeypatch.setattr(type(mamba.backbone.layers[0].mixer), "forward", interleaved)
     assert not mixer_splits(mamba)
 
 
 def test_a_mixer_that_holds_anything_else_is_none() -> None:
-    job = Job.model_validate({"model": {"config": toy_config("mamba2")}})
-    mamba: Any = build_model(job)
+    mamba = toy("mamba2")
     mamba.backbone.layers[0].mixer.scale = nn.Parameter(torch.empty(8, device="meta"))
     assert list(mixer_splits(mamba)) == ["backbone.layers.1.mixer"]

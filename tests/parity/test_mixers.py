@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from shardwise.testing.capture import gather
 from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import set_up
+from tests.checkpoint.stored import stored
+from tests.checkpoint.test_layouts import assert_same, read_and_write, write
 from tests.parity.jobs import check_agrees, facts_of
 
 TWO = {"tensor_parallel_degree": 2}
@@ -86,3 +89,19 @@ def test_initial_weights_of_mixers_are_bit_equal(world_pool: WorldPool, tmp_path
     found = world_pool.run(2, initial, mixer_job(tmp_path, model_type, {"parallel": TWO}, {}))[0]
     assert list(found) == list(alone)
     assert all(torch.equal(found[name], alone[name]) for name in alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type, config", [("mamba", {}), ("mamba2", GROUPS)])
+def test_checkpoints_of_mixers_are_of_the_whole(
+    world_pool: WorldPool, tmp_path: Path, model_type: str, config: dict[str, Any]
+) -> None:
+    """From four tensor ranks to one process, and from there to two."""
+    paths = [tmp_path / name for name in ("four", "one", "two")]
+    jobs = [mixer_job(tmp_path, model_type, {"parallel": parallel}, config) for parallel in (FOUR, {}, TWO)]
+    world_pool.run(4, write, jobs[0], paths[0])
+    for ranks, (source, target), job in zip((1, 2), pairwise(paths), jobs[1:], strict=True):
+        world_pool.run(ranks, read_and_write, job, [source / "step-00000002"], [target])
+        assert_same(paths[0] / "step-00000002", target / "step-00000002")
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored(target / "step-00000002").items()}
+    assert all(shapes[f"model/{name}"] == shape for name, shape in facts_of(jobs[0]).parameter_shapes.items())
