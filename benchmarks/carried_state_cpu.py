@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,21 @@ WAYS = ("handed on", "whole")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    options, by_rank = run_ranks("carried_state_cpu", __doc__, measure, arguments, rounds=5)
-    slowest = {way: [max(each) for each in zip(*(rank["seconds"][way] for rank in by_rank))] for way in WAYS}
-    ratios = [whole / own for own, whole in zip(slowest["handed on"], slowest["whole"])]
-    for way in WAYS:
+    return compare("carried_state_cpu", __doc__, measure, arguments, WAYS)
+
+
+def compare(
+    name: str, doc: str | None, measured: Callable[..., Any], arguments: Sequence[str] | None, ways: Sequence[str]
+) -> int:
+    """Run the benchmark `name` of two ways, and print their times and the bytes that they keep."""
+    options, by_rank = run_ranks(name, doc, measured, arguments, rounds=5)
+    slowest = {way: [max(each) for each in zip(*(rank["seconds"][way] for rank in by_rank))] for way in ways}
+    first, second = (slowest[way] for way in ways)
+    for way in ways:
         kept = max(rank["bytes"][way] for rank in by_rank) / 1e6
         print(f"{way}: {statistics.median(slowest[way]):.3f} s a step, {kept:.1f} MB kept for backward")
-    print(f"handing on is {statistics.median(ratios):.2f} times as fast")
+    ratios = sorted(own / other for own, other in zip(first, second))
+    print(f"{ways[0]} takes {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) of the other's time")
     if options.json:
         write_json(options.json, {**header(("torch", "transformers", "shardwise")), "ranks": by_rank})
     return 0
@@ -58,8 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(layers: int, width: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Return what this rank measured. Collective."""
-    models = {way: mamba(layers, width, way == "whole") for way in WAYS}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    parallel = {"context_parallel_degree": dist.get_world_size()}
+    changes = (lambda facts: facts, without_states)
+    return interleaved(
+        {way: mamba(layers, width, parallel, change) for way, change in zip(WAYS, changes, strict=True)}, rounds
+    )
+
+
+def interleaved(models: Mapping[str, ParallelModel], rounds: int) -> dict[str, dict[str, Any]]:
+    """Return the seconds of each round of each model, which take turns, and the bytes that each keeps. Collective."""
+    seconds: dict[str, list[float]] = {way: [] for way in models}
     kept: dict[str, int] = {}
     for _ in range(rounds + 1):
         for way, model in models.items():
@@ -71,21 +87,22 @@ def measure(layers: int, width: int, rounds: int) -> dict[str, dict[str, Any]]:
     return {"seconds": {way: each[1:] for way, each in seconds.items()}, "bytes": kept}
 
 
-def mamba(layers: int, width: int, is_whole: bool) -> ParallelModel:
-    """Return a model on context ranks; `is_whole`: each rank's mixers see whole sequences."""
+def mamba(
+    layers: int, width: int, parallel: dict[str, Any], change: Callable[[ModelFacts], ModelFacts]
+) -> ParallelModel:
+    """Return a Mamba-2 whose facts are changed, on ranks of this parallel section."""
     config = {
         "model_type": "mamba2", "hidden_size": width, "num_hidden_layers": layers, "vocab_size": VOCABULARY,
         "expand": 2, "head_dim": 64, "num_heads": 2 * width // 64, "state_size": 64, "n_groups": 1,
     }  # fmt: skip
     sections = {
         "model": {"config": config}, "data": {"sequence_length": LENGTH},
-        "parallel": {"context_parallel_degree": dist.get_world_size(), "ddp_dist_backend": "gloo"},
+        "parallel": {"ddp_dist_backend": "gloo", **parallel},
         "training": {"sequences_per_step": 1, "microbatch_size": 1}, "precision": {"compute": "fp32"},
     }  # fmt: skip
     job, device = Job.model_validate(sections), torch.device("cpu")
     built = build_model(job)
-    facts = discover(built, job)
-    facts = without_states(facts) if is_whole else facts
+    facts = change(discover(built, job))
     plan = resolve(job, current_world(device), facts)
     model = parallelize(built, plan, Layout.from_plan(plan, dist.get_rank()), facts, device)
     initialize(model, 0)

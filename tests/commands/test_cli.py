@@ -339,6 +339,11 @@ def test_help_and_mistakes_need_no_torch() -> None:
                 "sequence no: the outputs of its split",
             ],
         ),
+        (
+            "mamba2",
+            {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 16},
+            ["tensor any degree; mixers of states by heads or channels at degree 2 or 4", "sequence degree 2 or 4"],
+        ),
         ("gemma2", {"head_dim": 4}, ["loss of whole logits"]),
         ("modernbert", {"pad_token_id": 0}, ["model modernbert", "sharding any degree, block by block"]),
         (

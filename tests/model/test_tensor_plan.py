@@ -249,7 +249,7 @@ def test_a_layer_whose_weight_other_code_reads_stays_whole(monkeypatch: pytest.M
 def test_a_layer_whose_weight_a_kernel_for_gpus_reads_stays_whole() -> None:
     """Mamba's code names the weights of all but one of its layers, on a path that no CPU takes."""
     job = Job.model_validate({"model": {"config": toy_config("mamba")}})
-    splits = discover(build_model(job), job).tensor_splits
+    splits = discover(build_model(job), job).mixer_outputs
     assert splits and {name.rpartition(".")[2] for name in splits} == {"in_proj"}
 
 

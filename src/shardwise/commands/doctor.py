@@ -184,8 +184,14 @@ def _degrees(model: DegreeTrial, axis: Axis) -> str:
 
 
 def _tensor_degrees(model: DegreeTrial, axis: Axis) -> str:
-    why = model.facts.heads_whole
-    return _degrees(model, axis) + (f", by outputs: {why}" if why else "")
+    facts, degrees = model.facts, _degrees(model, axis)
+    if facts.heads_whole and (facts.fewest_gathered or not facts.mixers):
+        degrees += f", by outputs: {facts.heads_whole}"
+    if not facts.mixers:
+        return degrees
+    tried = range(2, MOST_RANKS + 1)
+    shared = [n for n in tried if all(mixer.shares_heads(n) for mixer in facts.mixers.values())]
+    return f"{degrees}; mixers of states by heads or channels at {_listed_degrees(shared)}" if shared else degrees
 
 
 def _stage_degrees(model: DegreeTrial, axis: Axis) -> str:
@@ -251,8 +257,10 @@ def _legal_degrees(job: dict[str, Any], facts: ModelFacts, axis: Axis, **setting
     legal = [degree for degree, refusal in refusals.items() if not refusal]
     if not legal:
         return f"no: {refusals[2]}"
-    if len(legal) == len(refusals):
-        return "any degree"
+    return "any degree" if len(legal) == len(refusals) else _listed_degrees(legal)
+
+
+def _listed_degrees(legal: list[int]) -> str:
     in_a_row = len(legal) > 3 and legal[-1] - legal[0] == len(legal) - 1
     return f"degree {legal[0]} to {legal[-1]}" if in_a_row else f"degree {one_of(legal)}"
 

@@ -48,6 +48,7 @@ from shardwise.model.gradient_hooks import (
 )
 from shardwise.model.initializers import parents_that_initialize, unfilled_parameters
 from shardwise.model.layer_configs import largest_value
+from shardwise.model.mixers import mixer_splits
 from shardwise.model.modules import input_embeddings
 from shardwise.model.packed_weights import with_packed_base
 from shardwise.model.parameter_kinds import find_parameter_kinds
@@ -122,6 +123,7 @@ def _discover(
     ties = find_ties(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     splits, tensor, heads_whole = _tensor_plan(model, config, forward)
+    splits, mixer_outputs = _with_mixers(model, splits, tensor.ok)
     parents = parents_that_initialize(model, blocks)
     stages, pipeline = _stages(model, lists, ties, forward, example, parents)
     examined = ExaminedModel(model, tuple(map(tuple, lists)), forward, tensor, pipeline)
@@ -149,6 +151,7 @@ def _discover(
         stages=stages,
         parameter_shapes=shapes,
         tensor_splits=splits,
+        mixer_outputs=mixer_outputs,
         heads_whole=heads_whole,
         vocabulary_parameters=vocabulary_parameters(model, forward.head),
         per_head_arguments=family.per_head_arguments,
@@ -189,6 +192,19 @@ def _probe(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> 
     if towers := towers_of(model, by_end, calls):
         return by_end, probe_forward(model, by_end, length, example, towers)
     return (lists, forward) if kept == lists else (kept, probe_forward(model, kept, length, example))
+
+
+def _with_mixers(
+    model: nn.Module, splits: dict[str, TensorSplit], is_split: bool
+) -> tuple[dict[str, TensorSplit], dict[str, TensorSplit]]:
+    """Return `splits` with mixers of states by heads or channels, and what stood in them before."""
+    if not is_split or not isinstance(model, PreTrainedModel):
+        return splits, {}
+    mixers = mixer_splits(model)
+    inside = tuple(f"{name}." for name in mixers)
+    before = {name: split for name, split in splits.items() if name.startswith(inside or ("\0",))}
+    by_heads = {name: split for own in mixers.values() for name, split in own.items()}
+    return {name: split for name, split in splits.items() if name not in before} | by_heads, before
 
 
 def _tensor_plan(

@@ -6,7 +6,7 @@ Made by `shardwise.model.discover` from the structure of a model on the meta dev
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -287,6 +287,7 @@ class ModelFacts:
     blocks_share_arguments: bool = True  # every block is called with the same keyword arguments
     buffers: tuple[str, ...] = ()
     tensor_splits: dict[str, TensorSplit] = field(default_factory=dict)  # module name -> how it can be split
+    mixer_outputs: dict[str, TensorSplit] = field(default_factory=dict)  # those of `mixers` where ranks share no heads
     heads_whole: str = ""  # why each tensor rank has all heads of attention; empty where they are split
     vocabulary_parameters: tuple[str, ...] = ()  # of input embeddings and head, where ranks can share their rows
     attention_arguments: tuple[str, ...] = ()  # what attention is given beside tensors, scale and dropout
@@ -420,7 +421,28 @@ class ModelFacts:
     @cached_property
     def shared_parts(self) -> int:
         """Parts in which tensor ranks can share a module of all heads; 0 where there is none."""
-        return max((split.shared for split in self.tensor_splits.values()), default=0)
+        return max((split.shared for split in self.tensor_splits.values() if not split.sizes), default=0)
+
+    def for_degrees(self, tensor: int, context: int) -> ModelFacts:
+        """Return these facts, with `mixers` by the outputs of their layers where such ranks cannot share their heads.
+
+        A state that context ranks hand on is of all heads.
+        """
+        whole = [name for name, mixer in self.mixers.items() if context > 1 or not mixer.shares_heads(tensor)]
+        return self.with_whole_mixers(whole) if tensor > 1 and whole else self
+
+    def with_whole_mixers(self, whole: Collection[str]) -> ModelFacts:
+        """Return these facts, with the mixers `whole` by the outputs of their layers."""
+        inside = tuple(f"{name}." for name in whole)
+        kept = {n: split for n, split in self.tensor_splits.items() if n not in whole and not n.startswith(inside)}
+        gathered = {n: split for n, split in self.mixer_outputs.items() if n.startswith(inside)}
+        why = refused("mixers of states are split by outputs, and what stands between is whole")
+        return replace(self, tensor_splits=kept | gathered, sequence_parallel=why)
+
+    @cached_property
+    def mixers(self) -> dict[str, TensorSplit]:
+        """Mixers of states that tensor ranks share by heads or channels, by name."""
+        return {name: split for name, split in self.tensor_splits.items() if split.kind == "mixer"}
 
     @cached_property
     def block_of(self) -> dict[str, str]:

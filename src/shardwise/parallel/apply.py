@@ -96,6 +96,7 @@ def parallelize(
     require_type(plan, Plan, "plan", "shardwise.resolve makes it of a Job")
     require_type(layout, Layout, "layout", "shardwise.Layout.from_plan makes it of a Plan")
     require_type(facts, ModelFacts, "facts", "shardwise.training.setup.study(job) gives those of the job's model")
+    facts = facts.for_degrees(plan.degrees[Axis.TENSOR], plan.degrees[Axis.CONTEXT])
     inputs = BuildInputs(plan, layout, facts, device or torch.device(plan.world.device_type), allocation)
     build = ModelBuilder(model, plan.stages_of(layout.index(Axis.PIPELINE)))
     for transform in TRANSFORMS:

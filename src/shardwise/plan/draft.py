@@ -138,11 +138,12 @@ class Draft:
     model_facts: ModelFacts | None = None
     training_sequences: int | None = None  # of the data, where it has been read
 
-    @property
+    @cached_property
     def facts(self) -> ModelFacts:
         if self.model_facts is None:
             raise UnknownFacts
-        return self.model_facts
+        parallel = self.job.parallel
+        return self.model_facts.for_degrees(parallel.tensor_parallel_degree, parallel.context_parallel_degree)
 
     @property
     def model(self) -> ModelSection:

@@ -24,6 +24,7 @@ from shardwise.data.streaming.loader import InOrder
 from shardwise.data.streaming.tokens import StreamedTokens
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.kernels.precision import LossScaler, has_float8
 from shardwise.model.build import build_model, construct_user_module, user_factory
@@ -171,6 +172,7 @@ def assemble(
             share_stream(stream, device)
     world = current_world(device)
     plan = resolve(job, world, facts, None if data is None else len(data.train))
+    facts = facts.for_degrees(plan.degrees[Axis.TENSOR], plan.degrees[Axis.CONTEXT])
     if data is not None:
         check_passes(plan, data)
     layout = Layout.from_plan(plan, dist.get_rank())

@@ -23,10 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.collectives.tensor import (
     FeatureParts,
-    SequenceRows,
     copy_to_region,
     gather_features,
-    gather_to_region,
     reduce_from_region,
 )
 from shardwise.job.axes import Axis
@@ -39,7 +37,9 @@ from shardwise.model.tensor_split import TensorSplit, chunk
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.regions import RegionBoundary, SequenceRegionBoundary, map_hidden_states
+from shardwise.parallel.shared_features import with_shared_features
 from shardwise.parallel.tensor_map import Coordinates, ParameterSplit, narrow_parameters
+from shardwise.parallel.transforms.mixers import enter_mixer
 from shardwise.plan.plan import Plan
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.
@@ -103,9 +103,13 @@ def split_tensors(
         narrow_parameters(
             module, {leaf: parameter_splits[key] for leaf in own if (key := f"{name}.{leaf}") in parameter_splits}
         )
+        if split.kind in ("mixer", "channels"):
+            continue
         if split.kind == "experts":
             _narrow(module, INNER, parameter_splits[f"{name}.down_proj"])
             _enter_routed(module, boundary)
+        elif split.kind == "row" and split.inside:
+            _sum_inside(module, boundary.group)
         elif split.kind == "row":
             _sum_output(module, split, boundary)
         elif split.kind == "gathered":
@@ -114,7 +118,12 @@ def split_tensors(
             _narrow(module, OUTPUTS, parameter_splits[f"{name}.weight"])
             _make_part(module, split, boundary, layout)
     for region in sorted({region_of(name, split) for name, split in splits.items() if split.kind == "column"}):
-        _enter(model.get_submodule(region), facts, layout, boundary)
+        if region in facts.mixers:
+            enter_mixer(
+                model.get_submodule(region), facts.mixers[region], splits[f"{region}.in_proj"], layout, boundary
+            )
+        else:
+            _enter(model.get_submodule(region), facts, layout, boundary)
     for name in [name for name, split in splits.items() if split.kind == "inner"]:
         parent = name.rpartition(".")[0]
         row = next(
@@ -170,6 +179,16 @@ def _sum_output(module: Any, split: TensorSplit, boundary: RegionBoundary) -> No
     module.forward = forward
 
 
+def _sum_inside(module: Any, group: dist.ProcessGroup) -> None:
+    """Sum a row module's product over the ranks, each of which goes on with it for a part of the region."""
+
+    def forward(values: Tensor) -> Tensor:
+        total = reduce_from_region(linear(module, values, biased=False), group)
+        return copy_to_region(total if module.bias is None else total + module.bias, group)
+
+    module.forward = forward
+
+
 def _gather_output(module: Any, split: TensorSplit, weight: ParameterSplit, layout: Layout) -> None:
     """Let each rank make its part of a layer's outputs, and put them together; the layer says still how many it has."""
     group, index = layout.group(Axis.TENSOR), layout.index(Axis.TENSOR)
@@ -193,7 +212,8 @@ def _make_part(module: Any, split: TensorSplit, boundary: RegionBoundary, layout
 
     def forward(values: Tensor) -> Tensor:
         part = boundary.linear(module, values, transposed=split.dim == 1)
-        return part if sharing is None else _with_shared_heads(part, split.shared, sharing)
+        behind = sum(split.sizes[len(split.sizes) - split.behind :]) // degree
+        return part if sharing is None else with_shared_features(part, split.shared, sharing, behind)
 
     module.forward = forward  # type: ignore[method-assign]
 
@@ -211,18 +231,6 @@ def _enter_routed(module: Any, boundary: RegionBoundary) -> None:
         return boundary.region_output(inner(boundary.region_input(hidden_states), index, weights))
 
     module.forward = forward
-
-
-def _with_shared_heads(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's queries with the whole key and value of their group, of which it computed a part.
-
-    The gradients of key and value, one from every rank's queries, are summed.
-    """
-    width = features // group.size()
-    queries, shared = part[..., : -2 * width], part[..., -2 * width :]
-    heads = SequenceRows(group, dist.get_rank(group), 2 * shared[..., 0].numel(), features)
-    whole = gather_to_region(shared.reshape(-1, width, 1), heads)
-    return torch.cat([queries, whole.view(*part.shape[:-1], 2 * features)], -1)
 
 
 def _narrow(module: Any, names: Sequence[str], parameter_split: ParameterSplit) -> None:

@@ -97,12 +97,15 @@ def _of_tensor(facts: ModelFacts, plan: Plan, index: int) -> dict[str, tuple[int
     degree, experts = plan.degrees[Axis.TENSOR], plan.degrees[Axis.EXPERT]
     if degree == experts == 1:
         return facts.parameter_shapes
-    return _cut_shapes(_Same(facts), degree, experts, plan.chunked_loss and degree > 1, index)
+    chunked_loss = plan.chunked_loss and degree > 1
+    return _cut_shapes(_Same(facts), degree, plan.degrees[Axis.CONTEXT], experts, chunked_loss, index)
 
 
 @lru_cache(maxsize=16)
-def _cut_shapes(model: _Same, degree: int, experts: int, chunked_loss: bool, index: int) -> dict[str, tuple[int, ...]]:
-    facts = model.facts
+def _cut_shapes(
+    model: _Same, degree: int, context: int, experts: int, chunked_loss: bool, index: int
+) -> dict[str, tuple[int, ...]]:
+    facts = model.facts.for_degrees(degree, context)
     shapes = {
         name: (shape[0] // experts, *shape[1:])
         if experts > 1 and name in facts.expert_parameters

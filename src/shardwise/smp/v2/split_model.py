@@ -59,6 +59,7 @@ def split_model(
     """
     cuts: dict[str, ParameterSplit] = {}
     if layout.size(Axis.TENSOR) > 1:
+        facts = facts.with_whole_mixers(facts.mixers)  # whose own parameters a script's FSDP would take away
         beside = replace(facts, tensor_splits=facts.splits_beside_experts(experts.degree if experts else 1))
         cuts |= split_tensors(model, beside, layout, RegionBoundary(layout.group(Axis.TENSOR)))
     if experts is not None:
