@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.planner.constants.inventory import Constants, shipped, software_of
+from shardwise.planner.constants.inventory import OF_RELEASE, Constants, shipped, software_of
 from shardwise.planner.published import left_out
 from shardwise.planner.published.calibrate import Sample
 from shardwise.planner.published.row_model import model_key
@@ -51,3 +51,14 @@ def test_of_experts_one_release_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     for stack, given in found.items():
         stacks = {sample.row.text["stack"] for sample in given}
         assert stack not in stacks and software_of(stack) in map(software_of, stacks)
+
+
+def test_an_unmeasured_release_has_its_softwares_dense_kernels_and_the_defaults_launches() -> None:
+    known = shipped()
+    last, default = known.stacks["Megatron-Bridge 25.11"], known.stacks["default"]
+    found = known.stack("Megatron-Bridge 99.01")
+    kept = ("matmul", "attention", "memory_bound", "recompute", "network", "overlap", "stall", "cuts_by_cost")
+    assert [getattr(found, key) for key in kept] == [getattr(last, key) for key in kept]
+    assert [getattr(found, key) for key in OF_RELEASE] == [getattr(default, key) for key in OF_RELEASE]
+    assert found.matmul != default.matmul and found.grouped != last.grouped
+    assert last.spread < found.spread < default.spread

@@ -27,6 +27,9 @@ from shardwise.words import nearest, nearest_file
 
 NVLINK4, PCIE = 400, 100  # GB/s, one direction, from which on links are the former and up to which the latter
 OTHER_CHIPS = ("trn", "inf", "ml.trn", "ml.inf")  # of AWS; torch needs a backend of its own for them
+# What a release may not have of another's: whose graphs made all launches says nothing of launches one by one, and
+# experts' kernels are written anew.
+OF_RELEASE = ("launch", "grouped", "sorting", "expert_exposed")
 CPU = Accelerator("CPU", r"^cpu$", 16 * GIB, fp64=0.05, fp32=0.1, fp16=0.05, bf16=0.05, bandwidth=20, units=1)
 
 
@@ -53,7 +56,8 @@ class Constants:
     def stack(self, name: str) -> Stack:
         """The constants fitted for a stack, or for the last other release of its software; else those of `default`.
 
-        How far a release departs from another is not known, so intervals are as wide as between the two.
+        How far a release departs from another is not known, so intervals are as wide as between the two, and what
+        is only a release's (`OF_RELEASE`) is the default's.
         """
         if name in self.stacks:
             return self.stacks[name]
@@ -62,7 +66,8 @@ class Constants:
         if not others:
             return replace(default, name=name)
         other = self.stacks[max(others)]
-        return replace(other, name=name, spread=math.sqrt((other.spread**2 + default.spread**2) / 2))
+        wider = math.sqrt((other.spread**2 + default.spread**2) / 2)
+        return replace(other, name=name, spread=wider, **{key: getattr(default, key) for key in OF_RELEASE})
 
     def device(self, given: Accelerator) -> Accelerator:
         """`given` with the fitted rate of its family."""
