@@ -188,7 +188,7 @@ def parts(trace: JobTrace, time: StepTime, job: DrawnJob) -> dict[str, float]:
     seconds: Counter[str] = Counter()
     (slowest,) = (rank for rank in trace.ranks if rank.rank == time.slowest)
     for entry in (entry for entry in slowest.program if isinstance(entry, Operators)):
-        times = 1.0 if entry.phase == UPDATE else more
+        times = 1.0 if entry.once or entry.phase == UPDATE else more
         for kind, amount in entry.work.items():
             part = UPDATE if entry.phase == UPDATE else f"{kind[0]} {entry.phase}"
             seconds[part] += times * roofline.device_seconds(entry._replace(work={kind: amount}))
