@@ -110,6 +110,13 @@ def test_what_comes_behind_the_last_backward_is_no_microbatch_s() -> None:
     assert world.clocks[1].collectives == 9 and world.clocks[1].worked.collectives == 0
 
 
+def test_a_reduction_once_a_step_is_no_microbatch_s_either() -> None:
+    reduced = Operators("reduction", 1, {("bytes",): 8}, once=True)
+    world = replay([compute(2), compute(4, "backward"), reduced, compute(4, "backward"), compute(1, "update")])
+    assert world.seconds == 2 + 4 + 8 + 4 + 1
+    assert world.clocks[0].worked.own == 18 and world.clocks[0].worked.again == 10
+
+
 def test_a_slow_host_is_the_limit_and_a_read_makes_it_wait() -> None:
     slow: list[Entry] = [Operators("forward", 20, {("bytes",): 1})]
     assert replay(slow).seconds == 20 * LAUNCH

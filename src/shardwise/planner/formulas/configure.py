@@ -67,6 +67,7 @@ def configuration_of(
         balanced=parallel.auto_partition,
         chunked_loss=plan.chunked_loss,
         reshard_after_forward=parallel.reshard_after_forward,
+        whole_in_step=plan.splits_backward,
         trained=facts.trained_parameters / max(1, facts.parameters),
         reference="" if plan.reference == "precomputed" else plan.reference,
         kept_blocks=_last_unit(plan, len(facts.blocks)) if plan.keeps_last_unit else 0,
