@@ -194,9 +194,14 @@ def parts(trace: JobTrace, time: StepTime, job: DrawnJob) -> dict[str, float]:
             seconds[part] += times * roofline.device_seconds(entry._replace(work={kind: amount}))
     clock = time.clocks[time.slowest]
     worked = clock.worked
-    waits = {"collectives": worked.collectives, "messages": worked.messages, "launching": clock.launching}
+    waits = {"collectives": worked.collectives, "launching": clock.launching}
     once = clock.collectives - worked.collectives + clock.apart - worked.apart
-    return {**seconds, **{part: more * value for part, value in waits.items()}, "once": once}
+    return {
+        **seconds,
+        **{part: more * value for part, value in waits.items()},
+        "messages": worked.messages,
+        "once": once,
+    }
 
 
 def line(row: dict[str, Any]) -> str:

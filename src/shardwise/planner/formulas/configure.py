@@ -62,6 +62,7 @@ def configuration_of(
         updates_in_backward=plan.updates_in_backward,
         kept_every=job.checkpoint.memory_every,
         flash=job.model.attention != "eager",
+        masked=plan.masks_rows,
         compile=job.model.compile,
         dropout=dropout,
         balanced=parallel.auto_partition,
