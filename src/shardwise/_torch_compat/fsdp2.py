@@ -348,13 +348,13 @@ def units_made_in(mode: AbstractContextManager[Any]) -> Iterator[None]:
 
 # No public names: FSDP2 gathers and reduces units amid the operators of forward and backward, and tells nobody.
 @contextmanager
-def unit_work_seen(seen: Callable[[str, Hashable], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter `seen(GATHERING or REDUCTION, of what)` wherever FSDP2 works on a unit inside."""
+def unit_work_seen(enter: Callable[[str, Hashable], AbstractContextManager[None]]) -> Iterator[None]:
+    """Be in `enter(GATHERING or REDUCTION, of what)` wherever FSDP2 works on a unit inside."""
 
     def around(phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:
-            first = args[0][0] if phase == REDUCTION else args[0]  # of a list of parameters, or their group
-            with seen(phase, (original.__name__, id(first))):
+            unit = args[0][0] if phase == REDUCTION else args[0]  # the first of its parameters, or their group
+            with enter(phase, (original.__name__, id(unit))):
                 return original(*args, **kwargs)
 
         return inside
