@@ -82,8 +82,8 @@ def test_gathering_and_reduction_move_what_the_formula_says(reshards: bool) -> N
 
 def test_gradients_are_added_up_as_the_formula_says() -> None:
     """One microbatch leaves its gradients to the reduction; of two the first is cast and the second added."""
-    one, two = bytes_of(traced(1)), bytes_of(traced(2))
-    whole = sum(elements(traced(1).plan))
+    alone = traced(1)
+    one, two, whole = bytes_of(alone), bytes_of(traced(2)), sum(elements(alone.plan))
     assert two["backward", False] - 2 * one["backward", False] == (6 + 10) * whole
     assert one["reduction", True] == (6 + 16) * whole
 
