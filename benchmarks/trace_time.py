@@ -188,15 +188,20 @@ def parts(trace: JobTrace, time: StepTime, job: DrawnJob) -> dict[str, float]:
     seconds: Counter[str] = Counter()
     (slowest,) = (rank for rank in trace.ranks if rank.rank == time.slowest)
     for entry in (entry for entry in slowest.program if isinstance(entry, Operators)):
-        times = 1.0 if entry.phase == UPDATE else more
+        times = 1.0 if entry.once or entry.phase == UPDATE else more
         for kind, amount in entry.work.items():
             part = UPDATE if entry.phase == UPDATE else f"{kind[0]} {entry.phase}"
             seconds[part] += times * roofline.device_seconds(entry._replace(work={kind: amount}))
     clock = time.clocks[time.slowest]
     worked = clock.worked
-    waits = {"collectives": worked.collectives, "messages": worked.messages, "launching": clock.launching}
+    waits = {"collectives": worked.collectives, "launching": clock.launching}
     once = clock.collectives - worked.collectives + clock.apart - worked.apart
-    return {**seconds, **{part: more * value for part, value in waits.items()}, "once": once}
+    return {
+        **seconds,
+        **{part: more * value for part, value in waits.items()},
+        "messages": worked.messages,
+        "once": once,
+    }
 
 
 def line(row: dict[str, Any]) -> str:

@@ -97,3 +97,20 @@ def test_what_an_adapter_adds_is_no_second_copy_of_a_layers_result() -> None:
     with recomputation:
         again = adapted()
     assert torch.equal(again, made)
+
+
+def test_adapted_stacks_of_experts_are_made_again() -> None:
+    """A sum for each of a stack's matrices is as large as the stack; one that is broadcast is a product's own bias."""
+    forward, recomputation = create_selective_checkpoint_contexts(keeps_output)
+    stack, down, up = torch.ones(3, 32, 16), torch.ones(3, 2, 16), torch.ones(3, 32, 2)
+
+    def adapted() -> Tensor:
+        rows = torch.bmm(torch.ones(3, 5, 16), torch.baddbmm(stack, up, down).mT)
+        return torch.baddbmm(torch.ones(3, 1, 16), rows, stack)
+
+    with forward:
+        made = adapted()
+    assert sorted(_shapes_kept(forward)) == [(3, 5, 16), (3, 5, 32)]
+    with recomputation:
+        again = adapted()
+    assert torch.equal(again, made)

@@ -52,6 +52,19 @@ LAYOUTS = {
 }
 
 
+def test_a_mask_of_all_keys_takes_the_half_of_attention_that_causality_spares() -> None:
+    plain, masked = made(), made(masked=True)
+    assert predict(masked).seconds["attention"] == pytest.approx(2 * predict(plain).seconds["attention"])
+
+
+@pytest.mark.parametrize("method, masked", [("all_gather", True), ("ulysses", False), ("ring", False)])
+def test_gathered_keys_are_masked(method: str, masked: bool) -> None:
+    parallel = {"context_parallel_degree": 2, "context_parallel_method": method}
+    job = Job.model_validate({"parallel": parallel, "data": {"sequence_length": 128}})
+    found = configuration_of(resolve(job, World(8, "cuda", 8), FACTS), FACTS, cluster("p5.48xlarge:1"))
+    assert found.masked is masked
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_causes_add_up_and_none_is_negative(name: str) -> None:
     found = predict(LAYOUTS[name])

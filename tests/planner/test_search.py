@@ -127,6 +127,15 @@ def test_what_the_job_sets_stays() -> None:
         assert candidate.job.memory.checkpoint_every == 2
 
 
+def test_kept_weights_are_offered_with_one_shard_rank() -> None:
+    """There a step casts them once, where it would in each microbatch (tests/planner/test_unit_passes.py)."""
+    asked = question(parallel={"sharded_data_parallel_degree": 1})
+    space = SearchSpace(asked.job, asked.facts, 8, 64)
+    changes = next(changes for changes in space.jobs() if changes["training.microbatch_size"] == 1)
+    one = [{key: more[key] for key in more.keys() - changes.keys()} for more in space.neighbours(changes)]
+    assert {"parallel.reshard_after_forward": False} in one
+
+
 def test_a_limit_takes_an_even_sample_and_says_what_it_left_out() -> None:
     few = search(question(), limit=50)
     assert few.left_out > 0 and few.looked_at < found().looked_at

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 # No public names: what a unit of FSDP2 is doing (torch 2.11 to 2.13), and its parameters.
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+GATHERING, REDUCTION = "gathering", "reduction"  # of a unit
 
 
 def _let_shards_be_integers() -> None:
@@ -341,4 +343,28 @@ def units_made_in(mode: AbstractContextManager[Any]) -> Iterator[None]:
     own = ModuleType(torch.__name__)
     own.__dict__.update(torch.__dict__, empty=empty)
     with mock.patch.object(_fsdp_param_group, "torch", own):
+        yield
+
+
+# No public names: FSDP2 gathers and reduces units amid the operators of forward and backward, and tells nobody.
+@contextmanager
+def unit_work_seen(enter: Callable[[str, Hashable], AbstractContextManager[None]]) -> Iterator[None]:
+    """Be in `enter(GATHERING or REDUCTION, of what)` wherever FSDP2 works on a unit inside."""
+
+    def around(phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            unit = args[0][0] if phase == REDUCTION else args[0]  # the first of its parameters, or their group
+            with enter(phase, (original.__name__, id(unit))):
+                return original(*args, **kwargs)
+
+        return inside
+
+    group = _fsdp_param_group.FSDPParamGroup
+    with ExitStack() as stack:
+        for owner, name, phase in (
+            (group, "unshard", GATHERING),
+            (group, "wait_for_unshard", GATHERING),
+            (_fsdp_param_group, "foreach_reduce", REDUCTION),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, around(phase, getattr(owner, name))))
         yield

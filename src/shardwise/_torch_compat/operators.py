@@ -30,10 +30,15 @@ PRODUCT_OPERATORS = tuple(
 
 
 def updates_a_result(operator: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operator adds a product of few inner features to a matrix (a bias would be a vector)."""
-    if operator is not _ATEN.addmm.default or args[0].dim() != 2:
+    """Return whether an operator adds a product of few inner features to a matrix, or to each of a stack of them.
+
+    A bias would be a vector, or a matrix that is broadcast.
+    """
+    if operator not in (_ATEN.addmm.default, _ATEN.baddbmm.default):
         return False
-    return bool(FEW * args[1].shape[1] <= args[0].shape[1])
+    added, left, right = args[:3]
+    is_whole = added.shape == (*left.shape[:-1], right.shape[-1])
+    return bool(is_whole and FEW * left.shape[-1] <= added.shape[-1])
 
 
 new_empty = _ATEN.new_empty.default

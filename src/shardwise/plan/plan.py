@@ -200,6 +200,13 @@ class Plan:
         return not (auto or self.attention in ("blockwise", "flex"))
 
     @property
+    def masks_rows(self) -> bool:
+        """True where attention computes all keys of each of its queries, under a mask."""
+        method = self.context_method
+        hides = self.job.isolates_documents or self.job.reads_pairs or method == "all_gather"
+        return self.masks_whole and hides and method != "ring"
+
+    @property
     def keeps_float_arguments(self) -> bool:
         """True where arguments of a user's blocks that are not made from weights keep their dtype."""
         is_users = self.job.model.factory is not None

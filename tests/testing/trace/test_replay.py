@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.job.axes import Axis
 from shardwise.parallel.layout import Layout
@@ -30,6 +31,7 @@ from shardwise.testing.trace.program import (
 )
 from shardwise.testing.trace.replay import COMPUTATION, Replay
 from shardwise.testing.trace.roofline import Roofline
+from shardwise.testing.trace.work import work_of
 
 PARTITIONS = (((0, 1),), ((0,), (1,)), ((0, 2), (1, 3)))  # stages; none; shards, of which one is replayed
 LAUNCH, COLLECTIVE = 0.5, 3.0
@@ -110,6 +112,13 @@ def test_what_comes_behind_the_last_backward_is_no_microbatch_s() -> None:
     assert world.clocks[1].collectives == 9 and world.clocks[1].worked.collectives == 0
 
 
+def test_a_reduction_once_a_step_is_no_microbatch_s_either() -> None:
+    reduced = Operators("reduction", 1, {("bytes",): 8}, once=True)
+    world = replay([compute(2), compute(4, "backward"), reduced, compute(4, "backward"), compute(1, "update")])
+    assert world.seconds == 2 + 4 + 8 + 4 + 1
+    assert world.clocks[0].worked.own == 18 and world.clocks[0].worked.again == 10
+
+
 def test_a_slow_host_is_the_limit_and_a_read_makes_it_wait() -> None:
     slow: list[Entry] = [Operators("forward", 20, {("bytes",): 1})]
     assert replay(slow).seconds == 20 * LAUNCH
@@ -171,3 +180,22 @@ def test_products_take_what_the_planner_says_and_the_rest_its_bytes() -> None:
 )
 def test_one_rank_of_every_kind_is_traced(degrees: dict[Axis, int], ranks: list[int]) -> None:
     assert sorted(ranks_of_kinds(Layout(degrees)).values()) == ranks
+
+
+def test_attention_is_half_where_the_kernel_is_told_that_it_is_causal() -> None:
+    """Defaults are left out of what is dispatched; of the efficient kernel's switches another one comes before it."""
+    q, k = torch.empty(1, 2, 8, 16, device="meta"), torch.empty(1, 2, 32, 16, device="meta")
+    whole = 4 * 2 * 8 * 32 * 16
+
+    def thousands(name: str, *args: Any) -> int:
+        work = work_of(getattr(torch.ops.aten, name).default, args, {}, q)
+        assert work is not None and work[0][0] == "attention"
+        return int(work[0][1])
+
+    efficient, flash = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention"
+    assert thousands(efficient, q, k, k, None, True, 0.0) == round(whole / 1000)
+    assert thousands(efficient, q, k, k, None, True, 0.0, True) == round(whole / 2000)
+    assert thousands(flash, q, k, k) == round(whole / 1000)
+    assert thousands(flash, q, k, k, 0.0, True) == round(whole / 2000)
+    backward = (q, q, k, k, None, q, q, q, q, 0.0, [True, True, True, False])
+    assert thousands(f"{efficient}_backward", *backward, True) == round(2.5 * whole / 2000)

@@ -34,7 +34,8 @@ from shardwise.plan.plan import Plan
 def keeps_output(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return what `selective` does with an operator's output: everything but products is cheap to compute again.
 
-    An adapter's product is added to the layer's, which is kept, and has few features: their sum is no second copy.
+    An adapter's product is added to the layer's, which is kept, and has few features: their sum is no second copy. Nor
+    are adapted stacks of experts kept beside the stacks.
     """
     is_kept = operator in PRODUCT_OPERATORS and not updates_a_result(operator, args)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -9,8 +9,9 @@ value width K, inner width I:
   smaller tiles for small products); d = k / (k + k0) is what a short inner dim costs. Backward has two of each.
 - Products in 8 or 4 bits: the accelerator's peak in them, and passes that cast operands (`FORMATS`). The head stays in
   16 bits. What they gain is less where an inner dim is short against the casting of [m, k].
-- Flash attention (arXiv 2205.14135, section 3.1; 2307.08691, section 3.1): 4·T·s·A/t FLOPs forward, half of them for a
-  causal mask, 2.5 times as many backward, at a share of the products' rate that grows with the length of the sequence.
+- Flash attention (arXiv 2205.14135, section 3.1; 2307.08691, section 3.1): 4·T·s·A/t FLOPs forward, half of them where
+  it is causal without a mask, 2.5 times as many backward, at a share of the products' rate that grows with the length
+  of the sequence.
 - Attention that writes its scores: the same FLOPs, not halved, as batched products with a short inner dim, and passes
   over T·s·heads/t scores.
 - Experts in stacks: k·T rows in groups of one expert each, computed in one call, so that the last wave is wasted once.
@@ -236,7 +237,7 @@ def group_kernels(configuration: TrainingConfiguration) -> int:
 def _flash(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:
     length = configuration.model.attended(configuration.sequence)
     width = configuration.model.attention_width
-    flops = 2.0 * tokens * length * width / configuration.tensor
+    flops = (4.0 if configuration.masked else 2.0) * tokens * length * width / configuration.tensor
     head_size = width / max(1, configuration.model.heads)
     forward = flops / speed.attention * (1 + ATTENTION_LENGTH / length) * (1 + ATTENTION_HEAD / head_size)
     return forward, 2.5 * forward

@@ -203,17 +203,19 @@ def _trained_states(configuration: TrainingConfiguration, elements: float, data:
 def _buffers(configuration: TrainingConfiguration, elements: float, ends: float) -> dict[str, float]:
     """ZeRO-3's parameters and gradients that are whole, and its flat buffers.
 
-    Gathered: two blocks and the ends. Communication: the flat buffers of the largest gathering and the largest
-    reduction, and the gradients of a block. Backwards in two halves: everything gathered, all gradients whole.
+    Gathered: the ends and two blocks, or those that wait for backward. Communication: the flat buffers of the largest
+    gathering and the largest reduction, and the gradients of a block. Backwards in two halves: everything gathered, all
+    gradients whole.
     """
-    if configuration.zero < 3 or configuration.degree(*state_axes()) * configuration.tensor == 1:
+    if configuration.zero < 3:
         return {"gathered": 0.0, "communication": 0.0}
     size, reduction = BYTES[configuration.precision], BYTES[configuration.reduction]
     layer = sum(block_elements(configuration))
     if configuration.whole_in_step or (configuration.schedule in SPLIT_SCHEDULES and configuration.pipeline > 1):
         return {"gathered": size * elements, "communication": reduction * elements}
     flat = (size + reduction) * max(layer, ends)
-    return {"gathered": size * (2 * layer + ends), "communication": size * layer + flat}
+    waiting = configuration.kept_blocks * layer if configuration.reshard_after_forward else elements - ends
+    return {"gathered": size * (max(2 * layer, waiting) + ends), "communication": size * layer + flat}
 
 
 def _logits(configuration: TrainingConfiguration) -> float:

@@ -25,6 +25,7 @@ from shardwise.planner.formulas.compute import (
     tokens_of,
 )
 from shardwise.planner.formulas.prediction import TrainingConfiguration
+from shardwise.planner.formulas.unit_passes import block_passes
 
 HOST_BANDWIDTH = 12e9  # bytes a second of one accelerator to its host; two of them share 16 lanes of PCIe 4
 HOST_LINK = 0.75  # of the nominal rate of a link of its own
@@ -32,17 +33,19 @@ QUEUE = 1024  # launches that an accelerator keeps before its host has to wait
 
 
 class BlockTime(NamedTuple):
-    """Seconds of one block, a microbatch: forward, backward with recomputation, and exposed traffic in either."""
+    """Seconds of one block, a microbatch: forward, backward with recomputation, exposed traffic in either, and passes
+    over its parameters and gradients (`unit_passes`)."""
 
     forward: KernelWork
     backward: KernelWork
     again: KernelWork
     traffic: dict[Axis, float]
     offload: float
+    passes: float = 0.0
 
     @property
     def device(self) -> float:
-        work = self.forward.device + self.backward.device + self.again.device
+        work = self.forward.device + self.backward.device + self.again.device + self.passes
         return work + sum(self.traffic.values()) + self.offload
 
     @property
@@ -70,7 +73,7 @@ def block_time(configuration: TrainingConfiguration) -> BlockTime:
         kept = configuration.kept_blocks / configuration.model.layers
         shard, offload = ((1 - kept) * one + kept * two for one, two in zip((shard, offload), waiting))
     traffic[Axis.SHARD] += shard
-    return BlockTime(forward, backward, again, traffic, offload)
+    return BlockTime(forward, backward, again, traffic, offload, block_passes(configuration))
 
 
 def blocks_ahead(configuration: TrainingConfiguration, layer: BlockTime, blocks: int, forwards: float) -> float:

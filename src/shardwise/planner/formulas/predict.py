@@ -6,6 +6,7 @@ step (gradients' reduction, optimizer). Traffic joins the computation it can hid
 - traffic of each axis: `shardwise.planner.formulas.axis_traffic`. Of a block's parameters, one all-gather beside
   forward, another and a reduce-scatter beside backward, each microbatch. Where the last blocks wait gathered for
   backward, which begins with them, their second all-gather is spared.
+- passes over parameters and gradients where one rank has all of them: `shardwise.planner.formulas.unit_passes`.
 - bubble: (p-1)/v stages' time (arXiv 2104.04473, sections 2.2.1 and 2.2.2); a third of it where the gradients of
   weights fill in (arXiv 2401.10241, section 2.2, forward and both halves of backward taken as equally long).
 - reference: the forward of a preference loss's reference, ahead of the step, with the bubble of forwards alone, and the
@@ -30,6 +31,7 @@ from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head
 from shardwise.planner.formulas.footprint import host_bytes, stage_footprints, state_copy_bytes
 from shardwise.planner.formulas.layer import BlockTime, block_time, host_bandwidth, message_waits
 from shardwise.planner.formulas.prediction import EIGHTY, Prediction, TrainingConfiguration
+from shardwise.planner.formulas.unit_passes import step_passes
 
 GIVEN_BACK = 1.05  # reserved bytes against those in use: an allocator that is full gives back what it only kept
 HOST_UPDATE_BYTES = 28.0  # of an element: Adam reads weight, gradient and states, and writes all but the gradient
@@ -94,6 +96,7 @@ def _seconds(configuration: TrainingConfiguration, layer: BlockTime, totals: Seq
     mean = (configuration.model.layers * layer.device + ends.device) / p
     idle = 1 / 3 if configuration.schedule in SPLIT_SCHEDULES else 1.0
     seconds["bubble"] = idle * (p - 1) / configuration.virtual * max(mean, mean + seconds["launch"] / m)
+    seconds["memory_bound"] += step_passes(configuration, blocks)
     work = StageWork(blocks, blocks * (layer.backward.device + layer.again.device), blocks * layer.device)
     for axis, exposed in step_traffic(configuration, work).items():
         seconds[axis] += exposed
@@ -134,7 +137,7 @@ def _causes(layer: BlockTime, ends: KernelWork, blocks: int, heads: float) -> di
     return {
         "matmul": blocks * both.matmul + heads * ends.matmul,
         "attention": blocks * both.attention,
-        "memory_bound": blocks * both.memory_bound + heads * ends.memory_bound,
+        "memory_bound": blocks * (both.memory_bound + layer.passes) + heads * ends.memory_bound,
         "recomputation": blocks * layer.again.device,
         **{str(axis): blocks * traffic for axis, traffic in layer.traffic.items()},
         "offload": blocks * layer.offload,

@@ -364,6 +364,7 @@ class TrainingConfiguration:
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
+        masked: attention computes all keys of each query, and masks them.
         captured: share of a block's launches that CUDA graphs make.
         fused: blocks are written with the accelerator vendor's fused kernels: norms, rotary positions, activation,
             attention, and tensor traffic in pieces beside products.
@@ -416,6 +417,7 @@ class TrainingConfiguration:
     updates_in_backward: bool = False
     kept_every: int = 0
     flash: bool = True
+    masked: bool = False
     compile: bool = False
     dropout: bool = False
     collectives: str = "nccl"

@@ -284,13 +284,12 @@ class RankMemory:
     @cached_property
     def _mask(self) -> float:
         """Elements of the mask of isolated documents, or of pairs' completions; of gathered keys one for all rows."""
-        if not self.plan.masks_whole or self.plan.context_method == "ring":
+        if not self.plan.masks_rows:
             return 0.0
         if self.job.isolates_documents or self.job.reads_pairs:
             ranks = self.context if self.plan.context_method == "ulysses" else 1
             return float(self.tokens * ranks * self.plan.sequence_length)
-        is_split = self.plan.context_method == "all_gather"
-        return float(self.plan.positions * self.plan.sequence_length) if is_split else 0.0
+        return float(self.plan.positions * self.plan.sequence_length)
 
     def _traffic(self, in_flight: InFlight) -> float:
         """A hidden state that arrives and a gradient that comes back, one at a time.

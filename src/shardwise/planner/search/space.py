@@ -137,8 +137,7 @@ class SearchSpace:
             yield "parallel.placement_strategy", ["".join(order) for order in permutations(PLACEMENT_LETTERS)]
         if changes[CHECKPOINTING] != "none":
             yield "memory.checkpoint_every", [1, 2, 3, 4]
-        if (changes[SHARDED] or 2) > 1:
-            yield "parallel.reshard_after_forward", [True, False]
+        yield "parallel.reshard_after_forward", [True, False]
 
     def _offloads(self, changes: Changes) -> Iterator[tuple[str, list[Any]]]:
         if changes[CHECKPOINTING] == "full":

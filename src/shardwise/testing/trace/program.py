@@ -18,16 +18,18 @@ class Operators(NamedTuple):
     """Operators in a row.
 
     Attributes:
-        phase: "forward", "backward" or "update".
+        phase: "forward", "backward", FSDP2's "gathering" or "reduction" of a unit, or "update".
         launches: kernels that a host launches for them.
         work: what they are.
         memory: bytes alive at their end, by owner in the order of `OWNERS`.
+        once: FSDP2 gathers, or reduces, that unit this one time in the step.
     """
 
     phase: str
     launches: int
     work: Work
     memory: tuple[int, ...] = ()
+    once: bool = False
 
     @property
     def multiplies(self) -> bool:

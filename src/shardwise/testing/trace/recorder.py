@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise._torch_compat.fsdp2 import unit_work_seen
 from shardwise._torch_compat.groups import COLLECTIVE_NAMESPACES, FinishedWork, group_of_operator
 from shardwise._torch_compat.operators import (
     close_range,
@@ -120,6 +121,9 @@ class RankRecorder(TorchDispatchMode):
         self._works: list[FinishedWork] = []  # torch holds what Python has made of a work weakly
         self._work: Counter[tuple[str | int, ...]] = Counter()
         self._launches, self._phase = 0, FORWARD
+        self._of_unit: tuple[str, Hashable] | None = None  # (phase, what FSDP2 gathers or reduces)
+        self._units: list[Hashable] = []  # of the entries that are operators, likewise
+        self._uses: Counter[Hashable] = Counter()  # of each in the step
         self.discipline = Discipline(exempt)
         self._has_host = storages.device_type != CPU  # apart from what it computes on
         self._host_bytes, self._beside = 0, False
@@ -129,6 +133,7 @@ class RankRecorder(TorchDispatchMode):
         """Be active, and see what is no operator: batches of messages, lists of values, storages that change."""
         with ExitStack() as stack:
             stack.enter_context(self._storages.watching())
+            stack.enter_context(unit_work_seen(self._on_unit))
             stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
             stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._listed(tensor)))
             if self._has_host:
@@ -191,17 +196,33 @@ class RankRecorder(TorchDispatchMode):
         if self._launches:
             self.entries.append(Operators(self._phase, self._launches, dict(self._work)))
             self._moments.append(self._storages.moment)
+            self._units.append(self._of_unit)
             self._work.clear()
             self._launches = 0
 
     def program(self) -> tuple[Entry, ...]:
         """Return what was done, operators with whose bytes are alive at their end."""
         self.close()
-        memory = iter(self._storages.owners_at(self._moments))
+        of_operators = zip(self._storages.owners_at(self._moments), self._units, strict=True)
         return tuple(
-            entry._replace(memory=next(memory)) if isinstance(entry, Operators) else entry
+            self._told(entry, *next(of_operators)) if isinstance(entry, Operators) else entry
             for entry in _without_idle_waits(self.entries)
         )
+
+    def _told(self, operators: Operators, memory: tuple[int, ...], unit: Hashable) -> Operators:
+        return operators._replace(memory=memory, once=self._uses[unit] == 1)
+
+    @contextmanager
+    def _on_unit(self, phase: str, unit: Hashable) -> Iterator[None]:
+        """Note what is dispatched inside as FSDP2's work on a unit."""
+        self.close()
+        before, self._of_unit, noted = self._of_unit, (phase, unit), len(self._units)
+        try:
+            yield
+        finally:
+            self.close()
+            self._uses[self._of_unit] += len(self._units) > noted
+            self._of_unit = before
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -286,6 +307,8 @@ class RankRecorder(TorchDispatchMode):
     def _operator(self, work: tuple[tuple[str | int, ...], int] | None, phase: str) -> None:
         if work is None:
             return
+        if self._of_unit is not None and phase != UPDATE:
+            phase, _ = self._of_unit
         if phase != self._phase:
             self.close()
             self._phase = phase

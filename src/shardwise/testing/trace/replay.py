@@ -50,18 +50,24 @@ class Worked(NamedTuple):
 
     Attributes:
         seconds: until then.
-        messages, collectives, apart: as a clock's.
+        messages, collectives, apart, once: as a clock's.
     """
 
     seconds: float = 0.0
     messages: float = 0.0
     collectives: float = 0.0
     apart: float = 0.0
+    once: float = 0.0
 
     @property
     def own(self) -> float:
         """Seconds without what the rank has waited for other stages."""
         return self.seconds - self.messages
+
+    @property
+    def again(self) -> float:
+        """Seconds of its own without units that are gathered or reduced once a step."""
+        return self.own - self.once
 
 
 @dataclass
@@ -85,6 +91,7 @@ class Clock:
         launching: seconds of the host's launches.
         messages: seconds that computation has waited for messages.
         collectives: seconds that it has waited for collectives.
+        once: seconds of operators that gather or reduce a unit once a step.
         worked: the microbatches' part of all this.
     """
 
@@ -105,6 +112,7 @@ class Clock:
     launching: float = 0.0
     messages: float = 0.0
     collectives: float = 0.0
+    once: float = 0.0
     worked: Worked = field(default_factory=Worked)
 
 
@@ -166,9 +174,10 @@ class Replay(RankWorld):
         clock.busy += device
         clock.computed += device
         clock.launching += host
+        clock.once += device if operators.once else 0.0
         seconds = clock.computation - start
         if operators.phase == BACKWARD or (operators.phase != UPDATE and operators.multiplies):
-            clock.worked = Worked(clock.computation, clock.messages, clock.collectives, clock.apart)
+            clock.worked = Worked(clock.computation, clock.messages, clock.collectives, clock.apart, clock.once)
         self.slices.append(TimelineSlice(rank, COMPUTATION, operators.phase, start, seconds, operators))
 
     def _copy(self, rank: int, clock: Clock, copy: Copy) -> None:

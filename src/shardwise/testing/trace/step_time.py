@@ -92,8 +92,8 @@ def step_time(trace: JobTrace, facts: ModelFacts, cluster: Cluster) -> StepTime:
     replay.run()
     count, whole = traced_microbatches(trace.plan), trace.plan.accumulation
     once = trace.plan.holds_whole  # a step gathers, and reduces
-    own = max(clock.worked.own - once * clock.worked.apart for clock in replay.clocks.values())
-    more = (whole - count) / count * own
+    again = max(clock.worked.again - once * clock.worked.apart for clock in replay.clocks.values())
+    more = (whole - count) / count * again
     hosts = {number: _host(rank, replay.clocks[number], trace) for number, rank in ranks.items()}
     closed_form = _closed_form(trace, facts, cluster)
     slowed = 1 + STRAGGLERS * math.log2(cluster.nodes)
@@ -114,10 +114,10 @@ def _closed_form(trace: JobTrace, facts: ModelFacts, cluster: Cluster) -> float 
 
 
 def _host(rank: RankTrace, clock: Clock, trace: JobTrace) -> HostLoad:
-    plan, launches = trace.plan, Counter[bool]()
+    plan, launches = trace.plan, Counter[bool]()  # once a step, or not
     for entry in rank.program:
         if isinstance(entry, Operators):
-            launches[entry.phase == UPDATE] += entry.launches
+            launches[entry.once or entry.phase == UPDATE] += entry.launches
     reads = Counter(entry.line for entry in rank.program if isinstance(entry, Read))
     share = clock.launching / max(1e-9, clock.busy + clock.collectives)
     return HostLoad(

@@ -38,7 +38,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output:
     if name in PRODUCTS:
         return _product(args[PRODUCTS[name]], args[PRODUCTS[name] + 1], output)
     if name in ATTENTION:
-        return _attention(name, args)
+        return _attention(func, args, kwargs)
     given: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
     if name in PICKED or name in PUT:
         return BYTES, _at_places(name, given, output)
@@ -70,14 +70,13 @@ def _product(left: Tensor, right: Tensor, output: Tensor) -> tuple[Kind, int]:
     return ("product", m, n, k), 1
 
 
-def _attention(name: str, args: tuple[Any, ...]) -> tuple[Kind, int]:
+def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Kind, int]:
     """Return (flops in thousands, positions, size of a head) of flash attention; a causal triangle is half of them."""
-    backward = "backward" in name
-    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    name = func._opname
+    query, key = (args[1], args[2]) if "backward" in name else (args[0], args[1])
     batch, heads, length, size = query.shape
-    # Flash attention's first bool; the other kernel's last, behind whether statistics are wanted.
-    bools = [value for value in args if isinstance(value, bool)]
-    causal = bool(bools) and bools[-1 if "efficient" in name else 0]
+    place, given = next((n, arg) for n, arg in enumerate(func._schema.arguments) if arg.name == "is_causal")
+    causal = args[place] if place < len(args) else kwargs.get(given.name, given.default_value)
     flops = 4 * batch * heads * length * key.shape[2] * size * ATTENTION[name] / (2 if causal else 1)
     return ("attention", round(flops / 1000), key.shape[2], size), 1
 
