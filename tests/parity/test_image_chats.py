@@ -123,7 +123,7 @@ def test_a_tower_stands_on_the_first_stage(tmp_path: Path) -> None:
     assert [name for name in first if "vision" in name] and not [name for name in second if "vision" in name]
     partition = {name: number for number, names in enumerate((first[:1], (*first[1:], *second))) for name in names}
     given = {"pipeline_parallel_degree": 2, "auto_partition": False, "partition": partition}
-    with pytest.raises(LegalityError, match=r"vision_tower, .*projector have the first stage.* \[0, 1, 1\]"):
+    with pytest.raises(LegalityError, match=r"vision_tower, .*projector must be on the first stage.* \[0, 1, 1\]"):
         resolve(chat_job(tmp_path, "gemma3", parallel=given), World(2, "cpu", 2), facts)
 
 

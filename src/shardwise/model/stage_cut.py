@@ -165,7 +165,7 @@ class ExecutionOrder:
         Parameters of what holds the blocks, as a mark for the end of an image's line, are then had by every stage.
         """
         phases = {
-            tower: set().union(*(found for name, found in self.phases.items() if is_inside(name, [tower])))
+            tower: set().union(*(self.phases[name] for name in self.phases if is_inside(name, [tower])))
             for tower in self.towers
         }
         towers = tuple(tower for tower in self.towers if phases[tower] <= {"before"})

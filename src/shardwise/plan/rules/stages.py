@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
     Rule("partition-towers", (AUTO, MAP, DEFAULT), "towers stand on the first stage, with the first block behind them",
          lambda d: not one_stage(d) and any(d.partition[: d.facts.stages.first_blocks]),
          fix="use a map with stage 0 for these",
-         because=lambda d: f"{listed(d.facts.stages.towers)} have the first stage, with "
+         because=lambda d: f"{listed(d.facts.stages.towers)} must be on the first stage, with "
          f"{d.facts.blocks[d.facts.stages.first_blocks - 1].name}, and blocks up to it are on the stages "
          f"{d.partition[: d.facts.stages.first_blocks]}"),
 )

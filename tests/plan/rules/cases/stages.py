@@ -12,6 +12,7 @@ def mapped(*stages: int) -> dict[str, Any]:
     return staged(auto_partition=False, partition={f"layers.{i}": stage for i, stage in enumerate(stages)})
 
 
+TOWERED = replace(FACTS, stages=replace(FACTS.stages, towers=("tower",), tower_blocks=1, first_blocks=2))
 DRAWING = replace(FACTS, stages=replace(FACTS.stages, traced=True), draws_numbers=True)
 SMALL = [{"sequences_per_step": 4, "until_samples": 8}]
 CASES = {
@@ -80,4 +81,10 @@ CASES = {
     ),
     "partition-stages": case(mapped(0, 0, 1), mapped(0, 0, 1, 1), "layers.3 is on none of the stages 0 to 1"),
     "partition-order": case(mapped(0, 1, 0, 1), mapped(0, 0, 0, 1), "stages [0, 1, 0, 1]"),
+    "partition-towers": case(
+        mapped(0, 1, 1, 1),
+        mapped(0, 0, 1, 1),
+        "tower must be on the first stage, with layers.1, and blocks up to it are on the stages [0, 1]",
+        facts=TOWERED,
+    ),
 }
