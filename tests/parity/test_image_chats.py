@@ -103,7 +103,7 @@ def test_a_tower_drops_the_same_scores_on_tensor_ranks(world_pool: WorldPool, tm
 @pytest.mark.slow
 def test_adapters_of_a_tower_and_its_language_model_on_stages(world_pool: WorldPool, tmp_path: Path) -> None:
     write_chats(tmp_path)
-    adapter = {"method": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]}
+    adapter = {"kind": "lora", "rank": 2, "target_modules": ["q_proj", "v_proj"]}
     check_agrees(world_pool, 2, chat_job(tmp_path, adapter=adapter, parallel=LAYOUTS["pipeline 2"][1]))
 
 
