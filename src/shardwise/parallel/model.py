@@ -384,24 +384,30 @@ class ParallelModel:
         for names, group in self.partial:
             sum_together(self.tensor_map.gradients(names), group, self.device, "partial gradients")
         if self.unsharded:
-            self._sum_unsharded_gradients()
+            self._sum_used(self.unsharded, self.layout.group(*data_axes()), "unsharded gradients")
         for ranks, names in self._tied():
             group = self.layout.holders_group(ranks)
-            sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
+            if self.facts.stages.towers:  # what only the first stage uses may be held by all
+                self._sum_used(names, group, "tied gradients")
+            else:
+                sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
 
     def apply_gradient_hooks(self, step: int) -> None:
         """Let the user's hooks change the gradients of a step, which are whole sums by now. Collective."""
         for name, hooks in self.gradient_hooks.items():
             apply_gradient_hooks(self.tensor_map[name], hooks, self.plan.job.training.seed + step)
 
-    def _sum_unsharded_gradients(self) -> None:
-        """Sum gradients of parameters that all data ranks hold whole; one that no rank has used is left without."""
-        parameters = [self.tensor_map[name].parameter for name in self.unsharded]
-        used = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=self.device)
-        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in parameters]
-        sum_together([used, *gradients], self.layout.group(*data_axes()), self.device, "unsharded gradients")
-        for parameter, gradient, count in zip(parameters, gradients, used.tolist(), strict=True):
-            parameter.grad = gradient if count else None
+    def _sum_used(self, names: Sequence[str], group: dist.ProcessGroup, unit: str) -> None:
+        """Sum gradients of parameters that some of a group's ranks have used; one that none has is left without."""
+        entries = [self.tensor_map[name] for name in names]
+        used = torch.tensor([float(entry.parameter.grad is not None) for entry in entries], device=self.device)
+        for entry in entries:
+            if entry.parameter.grad is None:
+                entry.parameter.grad = torch.zeros_like(entry.parameter)
+        sum_together([used, *self.tensor_map.gradients(names)], group, self.device, unit)
+        for entry, count in zip(entries, used.tolist(), strict=True):
+            if not count:
+                entry.parameter.grad = None
 
     def use_counts(self) -> tuple[int, int, int]:
         """Return numbers of this rank's step. Collective.
