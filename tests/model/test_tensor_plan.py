@@ -253,6 +253,18 @@ def test_a_layer_whose_weight_a_kernel_for_gpus_reads_stays_whole() -> None:
     assert splits and {name.rpartition(".")[2] for name in splits} == {"in_proj"}
 
 
+def test_a_layer_that_is_read_and_never_called_has_no_adapter() -> None:
+    """The weight of Mamba's `dt_proj` is multiplied by its mixer; what is added to the layer would do nothing."""
+    model_section = {"config": toy_config("mamba")}
+    every = Job.model_validate({"model": model_section, "adapter": {"kind": "lora"}})
+    facts = discover(build_model(every), every)
+    assert {name.rpartition(".")[2] for name in facts.read_linears} == {"dt_proj"}
+    assert {name.rpartition(".")[2] for name in facts.adapters} == {"in_proj", "x_proj", "out_proj"}
+    named = Job.model_validate({"model": model_section, "adapter": {"kind": "lora", "target_modules": ["dt_proj"]}})
+    with pytest.raises(LegalityError, match="reads the weight of 'dt_proj' without calling it"):
+        resolve(named, World(1, "cpu", 1), discover(build_model(named), named))
+
+
 def _missing(made: nn.Module, name: str) -> bool:
     """Defaults of transformers' plan name modules that GPT-NeoX calls otherwise."""
     return name.removesuffix(".*") not in dict(made.named_modules())

@@ -295,6 +295,7 @@ class ModelFacts:
     attention: tuple[AttentionFacts, ...] = ()  # calls of attention, in order
     fusible: dict[str, str] = field(default_factory=dict)  # module name -> which of Liger's kernels can compute it
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # of blocks: name -> (inputs, outputs)
+    read_linears: frozenset[str] = frozenset()  # others, whose weights the forward reads without calling them
     transposed_linears: frozenset[str] = frozenset()  # those of them whose weight is [inputs, outputs]: Conv1D
     attention_kernels: Capability = NOT_EXAMINED  # whether kernels of this project compute its attention
     stages: StageFacts = field(default_factory=StageFacts)

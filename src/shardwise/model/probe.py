@@ -136,6 +136,7 @@ class ForwardProbe:
     changed_number: str = ""  # that a block changes and other code may read
     draws_on_activations: bool = False  # random numbers that are no dropout, uniform noise or scalar
     called_linears: tuple[str, ...] = ()  # linear layers of blocks whose parameters nothing else reads
+    read_linears: frozenset[str] = frozenset()  # those that never run, because other code reads their parameters
     failure: str = ""
 
 
@@ -619,6 +620,7 @@ class _RecordedForward:
             changed_number=self.numbers.changed,
             draws_on_activations=functions.draws_on_activations,
             called_linears=functions.called_linears(),
+            read_linears=frozenset(functions.read_elsewhere - functions.called),
         )
 
 

@@ -41,7 +41,10 @@ def _target_reason(d: Draft) -> str:
         return LINEARS.format(d.facts.family)
     if d.adapter.target_modules == []:
         return "no layer is named"
-    return f"{_unmatched(d)[0]!r} is no linear layer of the blocks"
+    name = _unmatched(d)[0]
+    if any(is_target(layer, _one(d, name)) for layer in d.facts.read_linears):
+        return f"the forward reads the weight of {name!r} without calling it, so that an adapter would do nothing"
+    return f"{name!r} is no linear layer of the blocks"
 
 
 def _target_fix(d: Draft) -> str:

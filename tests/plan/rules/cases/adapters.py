@@ -17,6 +17,7 @@ LINEARS = replace(
     parameter_shapes={"embed_in.weight": (10, 12), "norm.weight": (12,), "layers.0.up.weight": (48, 12)},
     linears={"layers.0.up": (12, 48)},
 )
+WITH_GATE = replace(LINEARS, read_linears=frozenset({"layers.0.gate"}))
 STACK = "layers.0.experts.up"
 STACKED = replace(
     LINEARS,
@@ -80,5 +81,6 @@ CASES = {
 MORE = [
     ("adapter-targets", {"adapter": {"kind": "lora", "target_modules": "layers.1.*"}}, CPU4, LINEARS),
     ("adapter-targets", {"adapter": {"kind": "lora", "target_modules": []}}, CPU4, LINEARS),
+    ("adapter-targets", {"adapter": {"kind": "lora", "target_modules": ["gate"]}}, CPU4, WITH_GATE),
     ("adapter-targets", {"adapter": {"kind": "lora"}}, CPU4, replace(LINEARS, linears={})),
 ]
