@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from transformers import AttentionInterface
 from shardwise.model.facts import AttentionFacts
 
 MASK = "attention_mask"
+TENSORS = ("query", "key", "value", MASK)  # arguments that most models give by position
 # Keyword arguments that do not change the result, or not beyond what masks, scale and dropout do.
 COMMON_ARGUMENTS = {
-    MASK, "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
+    *TENSORS, "scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache",
     "past_key_values", "cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "cache_position", "dropout_name", "local_window",
 }  # fmt: skip
@@ -44,11 +45,12 @@ class AttentionCalls:
 
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 self.modules.append(module)
-                self.arguments |= {key for key, value in kwargs.items() if value is not None} - COMMON_ARGUMENTS
-                mask = args[3] if len(args) > 3 else kwargs.get(MASK)
+                named = dict(zip(TENSORS, args, strict=False)) | kwargs
+                self.arguments |= {key for key, value in named.items() if value is not None} - COMMON_ARGUMENTS
+                mask = named.get(MASK)
                 if isinstance(mask, Tensor) and mask.requires_grad:
                     self.arguments.add(MASK)
-                self.calls.append(_call_facts(args, kwargs))
+                self.calls.append(_call_facts(named))
                 return function(module, *args, **kwargs)
 
             return call
@@ -60,18 +62,18 @@ class AttentionCalls:
             AttentionInterface.get_interface = original  # type: ignore[method-assign]
 
 
-def _call_facts(args: Sequence[Any], kwargs: dict[str, Any]) -> AttentionFacts:
-    """Return what one call asks for; `args` are query, key, value and perhaps the mask."""
-    window = kwargs.get("local_window") or kwargs.get("sliding_window")
-    bias = "scores" if kwargs.get("position_bias") is not None else ""
-    if bias and kwargs["position_bias"].requires_grad:
+def _call_facts(named: dict[str, Any]) -> AttentionFacts:
+    """Return what one call asks for, whose arguments are all named."""
+    window = named.get("local_window") or named.get("sliding_window")
+    bias = "scores" if named.get("position_bias") is not None else ""
+    if bias and named["position_bias"].requires_grad:
         bias = "trained"
     return AttentionFacts(
         name="",
-        head_size=args[0].shape[-1],
-        value_size=args[2].shape[-1],
+        head_size=named["query"].shape[-1],
+        value_size=named["value"].shape[-1],
         window=window if isinstance(window, int) else None,
-        bias="keys" if kwargs.get("key_bias") is not None else bias,
-        softcap=kwargs.get("softcap") is not None,
-        dropout=float(kwargs.get("dropout") or 0.0) > 0,
+        bias="keys" if named.get("key_bias") is not None else bias,
+        softcap=named.get("softcap") is not None,
+        dropout=float(named.get("dropout") or 0.0) > 0,
     )

@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "mm_tokens_per_image": 4, "window_size": 8, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [1],
     "num_mel_bins": 8, "input_feat_per_channel": 8, "max_source_positions": FRAMES // 2, "max_target_positions": 64,
     "image_grid_pinpoints": [[PIXELS, PIXELS]], "projection_dim": 32,
+    "resampler_n_heads": 4, "resampler_head_dim": 8, "resampler_depth": 2,
     "image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "drop_path_rate": 0.0,
 }  # fmt: skip
 # What else a family of classified images needs to be small.
