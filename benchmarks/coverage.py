@@ -39,6 +39,7 @@ from torch import Tensor
 from benchmarks.record import header
 from shardwise.commands.verify import verify_rank
 from shardwise.errors import ShardwiseError
+from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.job.tasks import TASKS as TASK_RECORDS
 from shardwise.model.build import load_config, prepare_for_training
@@ -139,7 +140,7 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
     config, arguments = toy_of_files(task, model_type) if reads_files else (toy_config(model_type), {})
     config["experts_implementation"] = "eager"
     # An eager softmax is one of fp32, which rounds what ranks with parts of a sequence do not share in the last bit.
-    attention = "auto" if layout == "context 2" else "eager"
+    attention = "auto" if layout == "context 2" and TASK_RECORDS[task].samples == "text" else "eager"
     model: dict[str, Any] = {"config": config, "task": task, "attention": attention}
     data: dict[str, Any] = {"sequence_length": LENGTH}
     if TASK_RECORDS[task].classifies:
@@ -204,16 +205,26 @@ def judge_toys(directory: Path, task: str, model_type: str, layouts: Sequence[st
     except Exception as error:  # the config's class refuses the toy's values
         unable = first_line(error)
     studied: dict[tuple[bool, str], ModelFacts] = {}
-    return unable or {
-        layout: judge_toy(toy_job(directory, task, model_type, layout), layout, studied) for layout in layouts
+    if unable:
+        return unable
+    stages_first = sorted(layouts, key=lambda layout: not LAYOUTS[layout][1].get("pipeline_parallel_degree"))
+    judged = {
+        layout: judge_toy(toy_job(directory, task, model_type, layout), layout, studied) for layout in stages_first
     }
+    return {layout: judged[layout] for layout in layouts}
 
 
 def judge_toy(job: Job, layout: str, studied: dict[tuple[bool, str], ModelFacts]) -> JudgedToy:
-    """Study the model of a job and judge its layout, as is done before ranks start; `studied` is of the same model."""
+    """Study the model of a job and judge its layout, as is done before ranks start; `studied` is of the same model.
+
+    What was found for stages that were cut without a trace holds without stages too.
+    """
     ranks = LAYOUTS[layout][0]
     form = job.parallel.pipeline_parallel_degree > 1, str(job.model.attention)  # on which a study depends
     try:
+        staged = studied.get((True, str(job.model.attention)))
+        if staged and staged.supports(Axis.PIPELINE).ok and not staged.stages.traced:
+            studied.setdefault(form, staged)
         facts = studied[form] = studied.get(form) or study(job)
         if "fp64" in facts.unfit_dtypes:
             job = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "fp32"})})

@@ -29,15 +29,38 @@ SIZES: dict[str, Any] = {
     "resampler_n_heads": 4, "resampler_head_dim": 8, "resampler_depth": 2,
     "image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN, "drop_path_rate": 0.0,
 }  # fmt: skip
-# What else a family of classified images needs to be small.
-STAGED: dict[str, dict[str, Any]] = {
+# What else a family needs to be small, or to see at all.
+OF_FAMILIES: dict[str, dict[str, Any]] = {
     "swin": {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2},
     "swinv2": {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2},
     "convnext": {"patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "convnextv2": {"patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "groups_width": 8},
-}
+    "gemma4": {
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 32, "head_dim": 8, "num_attention_heads": 4,
+            "num_hidden_layers": 2, "num_key_value_heads": 4, "pooling_kernel_size": 2, "position_embedding_size": 16,
+        }
+    },
+    "aria": {"projector_patch_to_query_dict": {(PIXELS // PATCH) ** 2: 4}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 4},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 4},
+    "glm4v_moe": {"text_config": {"partial_rotary_factor": 1.0}},
+    "llama4": {
+        "vision_config": {
+            "intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
+        }
+    },
+    "mllama": {
+        "vision_config": {
+            "attention_heads": 4, "num_global_layers": 1, "intermediate_layers_indices": [0], "vision_output_dim": 64,
+            "supported_aspect_ratios": [[1, 1]], "max_num_tiles": 1,
+        },
+        "text_config": {"cross_attention_layers": [1]},
+    },
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+}  # fmt: skip
 
 
 class ToySamples(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -56,14 +79,15 @@ class ToySamples(torch.utils.data.Dataset[dict[str, Tensor]]):
         self,
         task: str,
         shapes: dict[str, list[int]],
-        sizes: dict[str, list[int]] | None = None,
+        sizes: dict[str, list[Any]] | None = None,
         tokens: int = 0,
         marks: str = "",
         rows: int = 40,
     ) -> None:
         draw = torch.Generator().manual_seed(1)
         self.columns = {name: torch.randn(rows, *shape, generator=draw) for name, shape in shapes.items()}
-        self.columns |= {name: torch.tensor(numbers).expand(rows, -1) for name, numbers in (sizes or {}).items()}
+        told = {name: torch.tensor(numbers) for name, numbers in (sizes or {}).items()}
+        self.columns |= {name: numbers.expand(rows, *numbers.shape) for name, numbers in told.items()}
         kind = TASKS[task].labels
         high, low = (CLASSES, 0) if kind == "classes" else (VOCABULARY, FIRST_TOKEN)
         labels = torch.randint(low, high, (rows,) if kind == "classes" else (rows, LENGTH), generator=draw)
@@ -95,7 +119,8 @@ def toy_of_files(task: str, model_type: str) -> tuple[dict[str, Any], dict[str, 
     """
     from transformers import CONFIG_MAPPING
 
-    config = _sized(CONFIG_MAPPING[model_type](), toy_config(model_type)) | STAGED.get(model_type, {})
+    more = OF_FAMILIES.get(model_type, {})
+    config = _joined(_sized(CONFIG_MAPPING[model_type](**more), toy_config(model_type)), more)
     if task == "image_classification":
         side = _side(_built(task, config))
         return config, {"task": task, "shapes": {"pixel_values": [3, side, side]}}
@@ -107,6 +132,12 @@ def toy_of_files(task: str, model_type: str) -> tuple[dict[str, Any], dict[str, 
         shape = [20 * FRAMES] if name == "input_values" else [bins, FRAMES] if model_type == "whisper" else [FRAMES, 8]
         return config, {"task": task, "shapes": {name: shape}}
     return config, {"task": task, **_image_arguments(model)}
+
+
+def _joined(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with `more` of them, inside of inner ones too."""
+    inner = {name: _joined(values[name], value) for name, value in more.items() if isinstance(values.get(name), dict)}
+    return {**values, **more, **inner}
 
 
 def inputs_of_files(job: Job) -> dict[str, Tensor]:
@@ -129,15 +160,32 @@ def _side(model: Any) -> int:
 def _image_arguments(model: Any) -> dict[str, Any]:
     """Return a row's image as the model takes it, and how many tokens it needs: as many as it makes features."""
     parameters = inspect.signature(model.forward).parameters
-    side, shapes, sizes = PIXELS // PATCH, [[*parts, 3, PIXELS, PIXELS] for parts in ([], [1], [2])], {}
+    if "cross_attention_mask" in parameters:  # of each token to an image's tiles, in the place of image tokens
+        sizes = {"aspect_ratio_ids": [1], "aspect_ratio_mask": [[1]], "cross_attention_mask": [[[1]]] * (LENGTH + 1)}
+        return {"shapes": {"pixel_values": [1, 1, 3, PIXELS, PIXELS]}, "sizes": sizes}
+    features = _features_function(model)
+    side, shapes, sizes = PIXELS // PATCH, [[*parts, 3, PIXELS, PIXELS] for parts in ([], [1], [2])], dict[str, Any]()
     if "image_grid_thw" in parameters:
         of_patch = 3 * getattr(model.config.vision_config, "temporal_patch_size", 1) * PATCH**2
         shapes, sizes = [[side**2, of_patch], [side**2, 3, PATCH, PATCH]], {"image_grid_thw": [1, side, side]}
-    elif _is_required(model.get_image_features, "image_sizes"):
+    elif _is_required(features, "image_sizes"):
         sizes = {"image_sizes": [PIXELS, PIXELS]}
+    elif "image_position_ids" in parameters:
+        places = [[column, row] for row in range(side) for column in range(side)]
+        shapes, sizes = [[side**2, 3 * PATCH**2]], {"image_position_ids": places}
+    elif _is_required(features, "spatial_shapes"):
+        shapes, sizes = (
+            [[side**2, 3 * PATCH**2]],
+            {"spatial_shapes": [side, side], "pixel_attention_mask": [1] * side**2},
+        )
     shape, tokens = _features(model, shapes, sizes)
     marks = next((name for name in ("token_type_ids", "mm_token_type_ids") if name in parameters), "")
     return {"shapes": {"pixel_values": shape}, "sizes": sizes, "tokens": tokens, "marks": marks}
+
+
+def _features_function(model: Any) -> Any:
+    """Return the function by which a model, or the one inside of it without a head, makes features of images."""
+    return model.get_image_features if hasattr(model, "get_image_features") else model.model.get_image_features
 
 
 def _is_required(function: Any, name: str) -> bool:
@@ -145,7 +193,7 @@ def _is_required(function: Any, name: str) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def _features(model: Any, shapes: list[list[int]], sizes: dict[str, list[int]]) -> tuple[list[int], int]:
+def _features(model: Any, shapes: list[list[int]], sizes: dict[str, list[Any]]) -> tuple[list[int], int]:
     """Return the first shape of a row's pixels that the model takes, and the features that it makes of them.
 
     Raises:
@@ -163,8 +211,9 @@ def _features(model: Any, shapes: list[list[int]], sizes: dict[str, list[int]]) 
 def _count_features(model: Any, shape: list[int], rows: dict[str, Tensor]) -> int:
     pixels = torch.randn(shape if "image_grid_thw" in rows else [1, *shape])
     with torch.no_grad():
-        features = model.get_image_features(pixel_values=pixels, **rows)
-    features = getattr(features, "pooler_output", features)
+        features = _features_function(model)(pixel_values=pixels, **rows)
+    if not isinstance(features, Tensor | list | tuple):
+        features = features.last_hidden_state if features.pooler_output is None else features.pooler_output
     parts = [features] if isinstance(features, Tensor) else list(features)
     return sum(part[..., 0].numel() for part in parts)
 
