@@ -13,6 +13,7 @@ from benchmarks import coverage
 from benchmarks.coverage import AGREES, HANG, NO_TOY, RAW, REFUSED, CoverageCell
 from benchmarks.coverage_page import SHOWN, page
 from shardwise.testing.world import RankOutcome, WorldError, WorldPool
+from shardwise.training.setup import study
 
 SEED = 20261126
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
@@ -81,6 +82,16 @@ SEEN_OR_HEARD = {
 def test_toys_that_see_or_hear(world_pool: WorldPool, tmp_path: Path, task: str, model_type: str) -> None:
     (cell,) = coverage.cells_of(world_pool, tmp_path, task, model_type, ["sharded 2"])
     assert cell.outcome == AGREES, cell
+
+
+@pytest.mark.parametrize("task, model_type", [("causal_lm", "gpt2"), ("token_classification", "bert")])
+def test_what_is_found_for_stages_holds_without_them(tmp_path: Path, task: str, model_type: str) -> None:
+    coverage.write_corpora(tmp_path)
+    layouts = (coverage.CONTROL, "pipeline 2", "context 2")
+    jobs = {layout: coverage.toy_job(tmp_path, task, model_type, layout) for layout in layouts}
+    assert study(jobs["pipeline 2"]) == study(jobs[coverage.CONTROL])
+    is_alike = jobs["context 2"].model == jobs[coverage.CONTROL].model
+    assert is_alike == (task == "token_classification")  # whose context ranks are refused by the job alone
 
 
 def test_a_page_says_what_ran_and_nothing_else() -> None:
