@@ -22,15 +22,18 @@ from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.regions import SequenceRegionBoundary
-from shardwise.plan.plan import World
+from shardwise.plan.plan import World, resolve
 from shardwise.planner.constants.inventory import presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.toy_samples import toy_of_files
 from shardwise.testing.trace import rank as trace_rank_module
 from shardwise.testing.trace.job import JobTrace, trace_job
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace
+from shardwise.testing.trace.refusals import refuse_untraceable
 from shardwise.testing.world import WorldPool
+from shardwise.training.setup import study
 from tests.fork_server import call, run_python
 
 NEOX = {
@@ -176,6 +179,19 @@ def test_what_cannot_be_traced_is_refused_by_name() -> None:
         traced(settings(16, optimizer={"name": "Muon"}), 8)
     with pytest.raises(ConfigError, match="--rank=8 is not among the 8 ranks"):
         traced(settings(16), 8, rank=8)
+
+
+def test_rows_with_files_are_refused() -> None:
+    """A trace of tokens alone would leave towers out."""
+    config, arguments = toy_of_files("image_classification", "vit")
+    data = {"factory": "shardwise.testing.toy_samples:ToySamples", "factory_arguments": arguments}
+    labels = [f"class {number}" for number in range(3)]
+    job = Job.model_validate(
+        {"model": {"config": config, "task": "image_classification", "labels": labels}, "data": data}
+    )
+    facts = study(job)
+    with pytest.raises(ConfigError, match=r"--trace cannot follow model\.task: how large images are"):
+        refuse_untraceable(resolve(job, World(1, "cpu", 1), facts), facts)
 
 
 def expert_settings(model_type: str) -> dict[str, Any]:

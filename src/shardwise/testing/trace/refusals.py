@@ -9,6 +9,7 @@ from typing import Any
 from shardwise._torch_compat.tracing import asks_for_values
 from shardwise.errors import ConfigError
 from shardwise.job.objects import in_parentheses, raised_at
+from shardwise.job.tasks import TASKS
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan
 
@@ -27,6 +28,10 @@ REFUSALS: tuple[tuple[Callable[[Plan, ModelFacts], Any], str], ...] = (
     (
         lambda plan, facts: plan.job.model.task == "seq2seq_lm",
         "model.task=seq2seq_lm: encoder and decoder get sequences of two lengths, which the closed form does not know",
+    ),
+    (
+        lambda plan, facts: TASKS[plan.job.model.task].reads_files,
+        "model.task: how large images are and how long sound is, is known of rows alone",
     ),
 )
 
