@@ -159,12 +159,12 @@ def _side(model: Any) -> int:
 
 def _image_arguments(model: Any) -> dict[str, Any]:
     """Return a row's image as the model takes it, and how many tokens it needs: as many as it makes features."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters, sizes = inspect.signature(model.forward).parameters, dict[str, Any]()
     if "cross_attention_mask" in parameters:  # of each token to an image's tiles, in the place of image tokens
         sizes = {"aspect_ratio_ids": [1], "aspect_ratio_mask": [[1]], "cross_attention_mask": [[[1]]] * (LENGTH + 1)}
         return {"shapes": {"pixel_values": [1, 1, 3, PIXELS, PIXELS]}, "sizes": sizes}
     features = _features_function(model)
-    side, shapes, sizes = PIXELS // PATCH, [[*parts, 3, PIXELS, PIXELS] for parts in ([], [1], [2])], dict[str, Any]()
+    side, shapes = PIXELS // PATCH, [[*parts, 3, PIXELS, PIXELS] for parts in ([], [1], [2])]
     if "image_grid_thw" in parameters:
         of_patch = 3 * getattr(model.config.vision_config, "temporal_patch_size", 1) * PATCH**2
         shapes, sizes = [[side**2, of_patch], [side**2, 3, PATCH, PATCH]], {"image_grid_thw": [1, side, side]}
