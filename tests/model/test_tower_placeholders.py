@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from shardwise.errors import ModelError
+from shardwise.model.stage_cut import towers_of
 from shardwise.model.tower_placeholders import TowerPlaceholder, leave_out_tower
 from shardwise.testing.toy_samples import toy_of_files
 
@@ -40,6 +41,16 @@ def test_the_form_follows_the_sizes_of_images() -> None:
             name: (value.shape, value.dtype) for name, value in tensors.items()
         }
     assert list(whole.parameters())
+
+
+def test_towers_stand_beside_blocks_that_run_last() -> None:
+    config = AutoConfig.for_model(**toy_of_files("image_text_to_text", "llava")[0])
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    tower, main = ([f"model.{part}.layers.{n}" for n in (0, 1)] for part in ("vision_tower.encoder", "language_model"))
+    assert towers_of(model, [tower, main], [*tower, *main]) == ("model.vision_tower", "model.multi_modal_projector")
+    assert towers_of(model, [tower, main], [*main, *tower]) == ()
+    assert towers_of(model, [main], main) == towers_of(model, [], []) == ()
 
 
 class Fickle(nn.Module):

@@ -230,10 +230,11 @@ def towers_of(model: nn.Module, lists: Sequence[Sequence[str]], calls: Sequence[
     Args:
         calls: the blocks as they ran.
     """
-    main = set(lists[-1])
     is_apart = isinstance(model, PreTrainedModel) and not getattr(model.config, "is_encoder_decoder", False)
-    runs_main = [name in main for name in calls]
-    if not is_apart or len(lists) < 2 or runs_main != sorted(runs_main) or len(set(runs_main)) < 2:
+    if not is_apart or len(lists) < 2:
+        return ()
+    runs_main = [name in lists[-1] for name in calls]
+    if runs_main != sorted(runs_main) or len(set(runs_main)) < 2:
         return ()
     return tuple(_composites_beside(model, "", lists[-1]))
 
