@@ -188,7 +188,7 @@ def _probe(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> 
     calls = forward.order.calls
     called = [names for names in lists if not set(calls).isdisjoint(names)]
     is_text = isinstance(model, PreTrainedModel) and job.model.task != "image_text_to_text"
-    kept = called if called and is_text else lists
+    kept = called if is_text or not called else lists
     by_end = sorted(kept, key=lambda names: calls[-1:] == names[-1:])
     if towers := towers_of(model, by_end, calls):
         return by_end, probe_forward(model, by_end, length, example, towers)
