@@ -225,13 +225,14 @@ def encoder_of(model: nn.Module, lists: Sequence[Sequence[str]]) -> str:
 def towers_of(model: nn.Module, lists: Sequence[Sequence[str]], calls: Sequence[str]) -> tuple[str, ...]:
     """Return the modules of several layers that stand beside the last list of blocks, in a model with such ahead of it.
 
-    In transformers' models of one stack of tokens; empty where blocks of the other lists do not all run before.
+    In transformers' models of one stack of tokens; empty where blocks of the other lists do not all run before, or the
+    last list is of one block, and could not be cut.
 
     Args:
         calls: the blocks as they ran.
     """
     is_apart = isinstance(model, PreTrainedModel) and not getattr(model.config, "is_encoder_decoder", False)
-    if not is_apart or len(lists) < 2:
+    if not is_apart or len(lists) < 2 or len(lists[-1]) < 2:
         return ()
     runs_main = [name in lists[-1] for name in calls]
     if runs_main != sorted(runs_main) or len(set(runs_main)) < 2:
