@@ -155,9 +155,7 @@ def _discover(
         heads_whole=heads_whole,
         vocabulary_parameters=vocabulary_parameters(model, forward.head),
         per_head_arguments=family.per_head_arguments,
-        linears={name: sizes for name, sizes in _linears(model, blocks).items() if name not in forward.read_linears},
-        read_linears=forward.read_linears,
-        transposed_linears=frozenset(name for name, module in model.named_modules() if type(module) is Conv1D),
+        **_linear_facts(model, blocks, forward),
         fusible=fusible(model),
         attention_kernels=FACTORY_ATTENTION if job.model.factory else _kernel_capability(model, forward),
         sequence_parallel=sequence_capability(shapes, blocks, splits, len(lists) == 1 and forward.blocks_are_chain),
@@ -441,6 +439,16 @@ AXIS_CAPABILITIES: dict[Axis, Callable[[ExaminedModel], Capability]] = {
 
 def _kernel_capability(model: nn.Module, forward: ForwardProbe) -> Capability:
     return kernel_capability(model, len(forward.attention_calls), forward.attention_arguments, forward.failure)
+
+
+def _linear_facts(model: nn.Module, blocks: Iterable[str], forward: ForwardProbe) -> dict[str, Any]:
+    """Return what is known of plain linear layers."""
+    linears = _linears(model, blocks)
+    return {
+        "linears": {name: sizes for name, sizes in linears.items() if name not in forward.read_linears},
+        "read_linears": forward.read_linears,
+        "transposed_linears": frozenset(name for name, module in model.named_modules() if type(module) is Conv1D),
+    }
 
 
 def _linears(model: nn.Module, blocks: Iterable[str]) -> dict[str, tuple[int, int]]:

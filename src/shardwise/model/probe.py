@@ -570,10 +570,6 @@ class _RecordedForward:
         names = {id(module): name for name, module in self.model.named_modules()}
         is_users = not isinstance(self.model, PreTrainedModel)
         are_written = is_users and any(block.is_written_into for block in blocks)
-        joined = _joined(self.blocks[-1]) if self.has_towers else 0
-        chains = [self.blocks[-1][joined:]] if self.has_towers else self.blocks
-        are_chain = not are_written and all(is_chain(blocks) for blocks in chains)
-        all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
         is_last = len(functions.logits) == 1 and logits is functions.logits[0] and not functions.logits_used
         return ForwardProbe(
             head=self.head_name if is_last else None,
@@ -581,12 +577,8 @@ class _RecordedForward:
             has_functional_dropout=functions.functional_dropout,
             has_attention_dropout=functions.attention_dropout,
             dropped=frozenset(functions.dropped),
-            blocks_share_arguments=not are_written
-            and all(is_chain(blocks) and share_arguments(blocks) for blocks in self.blocks),
             order=self.order,
-            blocks_are_chain=are_chain,
-            joined_blocks=joined,
-            handed_on=handed_on(chains, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
+            **self._chain_facts(are_written),
             block_calls=sum(len(block.calls) for blocks in self.blocks for block in blocks),
             scalar_draws=self.draws.count,
             draws_process_numbers=self.draws_process_numbers,
@@ -622,6 +614,20 @@ class _RecordedForward:
             called_linears=functions.called_linears(),
             read_linears=frozenset(functions.read_elsewhere - functions.called),
         )
+
+    def _chain_facts(self, are_written: bool) -> dict[str, Any]:
+        """Return what blocks take from one another; nothing of those whose results are written into between them."""
+        joined = _joined(self.blocks[-1]) if self.has_towers else 0
+        chains = [self.blocks[-1][joined:]] if self.has_towers else self.blocks
+        are_chain = not are_written and all(is_chain(blocks) for blocks in chains)
+        all_trained = all(parameter.requires_grad for parameter in self.model.parameters())
+        return {
+            "blocks_share_arguments": not are_written
+            and all(is_chain(blocks) and share_arguments(blocks) for blocks in self.blocks),
+            "blocks_are_chain": are_chain,
+            "joined_blocks": joined,
+            "handed_on": handed_on(chains, self.order.encoded, all_trained) if are_chain else ({0: 0}, SUPPORTED),
+        }
 
 
 def _joined(blocks: Sequence[BlockCalls]) -> int:

@@ -36,10 +36,10 @@ from shardwise.model.tensor_plan import region_of
 from shardwise.model.tensor_split import TensorSplit, chunk
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.layout import Layout
+from shardwise.parallel.mixers import enter_mixer
 from shardwise.parallel.regions import RegionBoundary, SequenceRegionBoundary, map_hidden_states
 from shardwise.parallel.shared_features import with_shared_features
 from shardwise.parallel.tensor_map import Coordinates, ParameterSplit, narrow_parameters
-from shardwise.parallel.transforms.mixers import enter_mixer
 from shardwise.plan.plan import Plan
 
 # Attributes that say how wide a part is: of attention modules that cut a fused projection, and of Conv1D's output.

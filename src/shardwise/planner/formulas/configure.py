@@ -23,13 +23,8 @@ def configuration_of(
     Raises:
         LegalityError: nothing is known of the time of such a plan.
     """
+    _refuse_gathered_outputs(plan, facts)
     job, degrees = plan.job, plan.degrees
-    if (facts.heads_whole or facts.fewest_gathered) and degrees[Axis.TENSOR] > 1:
-        raise LegalityError(
-            f"parallel.tensor_parallel_degree={degrees[Axis.TENSOR]}: the planner does not know what it takes to "
-            "gather the outputs of split layers; use 1 where it is to say a step's time",
-            "tensor-without-a-time",
-        )
     memory, parallel, stack = job.memory, job.parallel, stack or own_stack()
     dropout = bool(job.model.dropout) or facts.has_attention_dropout
     if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
@@ -77,6 +72,16 @@ def configuration_of(
         return configuration
     # Ranks that are alone on their nodes exchange rows at once, a row for each expert.
     return replace(configuration, copies_on_nodes=ExpertGroups.of(configuration).sharing.local > 1)
+
+
+def _refuse_gathered_outputs(plan: Plan, facts: ModelFacts) -> None:
+    degree = plan.degrees[Axis.TENSOR]
+    if (facts.heads_whole or facts.fewest_gathered) and degree > 1:
+        raise LegalityError(
+            f"parallel.tensor_parallel_degree={degree}: the planner does not know what it takes to gather the outputs "
+            "of split layers; use 1 where it is to say a step's time",
+            "tensor-without-a-time",
+        )
 
 
 def _last_unit(plan: Plan, blocks: int) -> int:
