@@ -82,12 +82,12 @@ def test_a_tower_is_frozen(world_pool: WorldPool, tmp_path: Path, layout: str, m
     check_agrees(world_pool, 2, job)
 
 
-def job_that_drops_scores(tmp_path: Path) -> Job:
-    """Return a job on tensor ranks whose tower drops scores of attention."""
+def job_that_drops_scores(tmp_path: Path, layout: str = "tensor 2") -> Job:
+    """Return a job whose tower drops scores of attention."""
     write_chats(tmp_path)
     config: Any = chat_job(tmp_path).model.config
     vision = {**config["vision_config"], "attention_dropout": 0.2}
-    return chat_job(tmp_path, model={"config": {**config, "vision_config": vision}}, parallel=LAYOUTS["tensor 2"][1])
+    return chat_job(tmp_path, model={"config": {**config, "vision_config": vision}}, parallel=LAYOUTS[layout][1])
 
 
 def test_heads_stay_whole_where_a_tower_drops_scores(tmp_path: Path) -> None:
@@ -96,8 +96,9 @@ def test_heads_stay_whole_where_a_tower_drops_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tower_drops_the_same_scores_on_tensor_ranks(world_pool: WorldPool, tmp_path: Path) -> None:
-    check_agrees(world_pool, 2, job_that_drops_scores(tmp_path))
+@pytest.mark.parametrize("layout", ["tensor 2", "pipeline 2"])
+def test_a_tower_drops_the_same_scores(world_pool: WorldPool, tmp_path: Path, layout: str) -> None:
+    check_agrees(world_pool, 2, job_that_drops_scores(tmp_path, layout))
 
 
 @pytest.mark.slow
