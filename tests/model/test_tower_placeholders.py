@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 
 from shardwise.errors import ModelError
 from shardwise.model.stage_cut import towers_of
-from shardwise.model.tower_placeholders import TowerPlaceholder, leave_out_tower
+from shardwise.model.tower_placeholders import TowerPlaceholder, leave_out_towers
 from shardwise.testing.toy_samples import toy_of_files
 
 CPU = torch.device("cpu")
@@ -77,8 +77,8 @@ def test_integers_are_told_apart_by_their_values_and_a_failure_is_named() -> Non
 
 
 def test_a_tower_that_is_left_out_keeps_its_dtype_and_what_is_no_tensor() -> None:
-    tower = qwen_tower("meta")
-    merge = tower.spatial_merge_size
-    leave_out_tower(tower, lambda value: value + 1, torch.bfloat16, CPU)
+    model = nn.ModuleDict({"visual": (tower := qwen_tower("meta"))})
+    names, merge = {name for name, _ in tower.named_modules(prefix="visual")}, tower.spatial_merge_size
+    assert leave_out_towers(model, ["visual"], lambda name: lambda value: value + 1, torch.bfloat16, CPU) == names
     assert tower.dtype == torch.bfloat16 and tower.spatial_merge_size == merge
     assert not list(tower.named_parameters()) and tower(1) == 2

@@ -201,7 +201,7 @@ def _with_mixers(
         return splits, {}
     mixers = mixer_splits(model)
     inside = tuple(f"{name}." for name in mixers)
-    before = {name: split for name, split in splits.items() if name.startswith(inside or ("\0",))}
+    before = {name: split for name, split in splits.items() if name.startswith(inside)}
     by_heads = {name: split for own in mixers.values() for name, split in own.items()}
     return {name: split for name, split in splits.items() if name not in before} | by_heads, before
 
@@ -212,7 +212,8 @@ def _tensor_plan(
     """Return how modules can be split over tensor ranks, and why heads stay whole where they do.
 
     Heads are shared where they are counted alike in all layers, and in all of their attention. Where the plan is
-    of a part, others, as a tower of images, have all heads: then nothing may drop, or masks would be a rank's own.
+    of a part, others that run, as a tower of images, have all heads: then nothing may drop, or masks would be a rank's
+    own.
     """
     if forward.draws_on_activations and isinstance(model, PreTrainedModel):
         return {}, refused(f"the forward of {config.model_type} draws random numbers, others on each tensor rank"), ""
@@ -223,7 +224,8 @@ def _tensor_plan(
         return splits, capability, ""
     part = planned_part(model)
     heads = attention_split(splits, [name for name in forward.attention if not part or name.startswith(f"{part}.")])
-    if capability.ok and part and (forward.dropped or forward.has_attention_dropout):
+    drops = forward.dropped or forward.has_attention_dropout
+    if capability.ok and part and drops and _runs_beside(part, forward):
         capability = refused(
             f"the plan for {config.model_type} is of {part} alone, and elsewhere dropout has all heads"
         )
@@ -237,6 +239,12 @@ def _tensor_plan(
         return gathered, SUPPORTED, capability.reason
     lack = forward.failure or f"its blocks call no linear layer of {FEWEST_OUTPUTS} outputs or more"
     return splits, refused(f"{capability.reason}, and {lack}"), ""
+
+
+def _runs_beside(part: str, forward: ForwardProbe) -> bool:
+    """Tell whether blocks or attention outside of a part of the model run, as those of a tower do for images."""
+    calls = () if forward.order is None else forward.order.calls
+    return any(not is_inside(name, [part]) for name in (*calls, *forward.attention))
 
 
 def _transformers_start(model: nn.Module, ties: tuple[tuple[str, ...], ...]) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def is_hidden_matrix(facts: ModelFacts, name: str) -> bool:
     is_adapter = module.rpartition(".")[2] in (LORA_A, LORA_B)
     is_router = any(module == router for router, _ in facts.routers.values())
     split = facts.tensor_splits.get(module)  # of a class of its own, such as Falcon's linear layers
-    of_class = module in facts.linears or module in facts.read_linears
-    is_linear = of_class or (split is not None and split.kind in LINEAR_KINDS)
+    is_plain = module in facts.linears or module in facts.read_linears
+    is_linear = is_plain or (split is not None and split.kind in LINEAR_KINDS)
     return len(shape) == 2 and leaf == "weight" and (is_adapter or (is_linear and not is_router))
 
 

@@ -16,8 +16,8 @@ from shardwise.model.facts import StageFacts
 from shardwise.model.modules import empty_module
 from shardwise.model.placeholders import AbsentWeight, AbsentWeights, placeholder
 from shardwise.model.probe import POSITIONS, copy_to_probe, fake_state, run_on_fakes, token_inputs, try_devices
-from shardwise.model.stage_cut import is_inside
-from shardwise.model.tower_placeholders import leave_out_tower
+from shardwise.model.stage_cut import holds_any
+from shardwise.model.tower_placeholders import leave_out_towers
 
 # In the errors of a forward that reads what is not there.
 ABSENCE = ("object has no attribute", "NoneType", AbsentWeight.__name__)
@@ -55,9 +55,12 @@ def reads_absent_weights(
         for name in blocks:
             _empty_block(rehearsed, name, stages)
         lost = AbsentWeights(dtype, place := torch.device(device))
-        left_out = _leave_out_towers(rehearsed, stages, device, dtype) if absent is stages.before else set()
-        holders = {name for name in stages.before if not name or any(is_inside(block, [name]) for block in blocks)}
-        for name in (name for name in absent if name not in left_out | holders):
+        copies = {name: copy_to_probe(rehearsed.get_submodule(name)) for name in stages.towers}
+        towers = copies if absent is stages.before else ()
+        left_out = leave_out_towers(
+            rehearsed, towers, lambda name: partial(_run_copy, copies[name], device, dtype), dtype, place
+        )
+        for name in (name for name in absent if name not in left_out and not holds_any(name, blocks)):
             lost.drop(rehearsed.get_submodule(name), placeholder(stages.placeholders.get(name), dtype, place))
         with lost.shown():
             run_on_fakes(rehearsed, inputs, device, dtype)
@@ -68,17 +71,8 @@ def reads_absent_weights(
     return next((failure for failure in failures if stages.towers or any(words in failure for words in ABSENCE)), "")
 
 
-def _leave_out_towers(model: nn.Module, stages: StageFacts, device: str, dtype: torch.dtype) -> set[str]:
-    """Let a copy of each tower run in its place; return the names of the modules that are gone."""
-    gone: set[str] = set()
-    for name in stages.towers:
-        tower = model.get_submodule(name)
-        gone.update(inner for inner, _ in tower.named_modules(prefix=name))
-        leave_out_tower(tower, partial(_run_copy, copy_to_probe(tower), device, dtype), dtype, torch.device(device))
-    return gone
-
-
 def _run_copy(module: nn.Module, device: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Run a tower whose module in the model is empty; under FakeTensorMode."""
     return torch.func.functional_call(module, fake_state(module, device, dtype), args, kwargs)
 
 

@@ -176,17 +176,15 @@ class ExecutionOrder:
         shapeless = (
             name for name, phases in self.phases.items() if phases == {"before"} and not self.placeholders[name]
         )
-        self.towers += tuple(name for name in shapeless if not is_inside(name, self.towers) and not self._holds(name))
+        self.towers += tuple(
+            name for name in shapeless if not is_inside(name, self.towers) and not holds_any(name, self.calls)
+        )
         for name in self.phases:
             if is_inside(name, self.towers):
                 self.phases[name], self.places[name] = {"before"}, {self.tower_blocks}
-            elif self._holds(name):
+            elif holds_any(name, self.calls):
                 everywhere = range(self.tower_blocks, self.tower_blocks + self.block_count)
                 self.phases[name], self.places[name] = {"before"}, set(everywhere)
-
-    def _holds(self, name: str) -> bool:
-        """Tell whether a module holds blocks."""
-        return not name or any(is_inside(block, [name]) for block in self.calls)
 
     def _place(self) -> int:
         """Return the block with which a module runs now: the first of its stack ahead of it, or the last behind it."""
@@ -203,6 +201,11 @@ class ExecutionOrder:
 def is_inside(name: str, modules: Iterable[str]) -> bool:
     """Tell whether a name is one of `modules`, or of what is in one."""
     return f"{name}.".startswith(tuple(f"{module}." for module in modules))
+
+
+def holds_any(name: str, blocks: Iterable[str]) -> bool:
+    """Tell whether a module, by its name, holds one of `blocks`, as the model itself (\"\") does."""
+    return any(not name or block.startswith(f"{name}.") for block in blocks)
 
 
 def _nodes(output: Any) -> list[Any]:
@@ -244,7 +247,7 @@ def _composites_beside(module: nn.Module, name: str, blocks: Sequence[str]) -> I
     """Yield the outermost modules below `module` that hold none of `blocks` and have parameters in their children."""
     for key, child in module.named_children():
         inner = f"{name}.{key}" if name else key
-        if any(block.startswith(f"{inner}.") for block in blocks):
+        if holds_any(inner, blocks):
             yield from _composites_beside(child, inner, blocks)
         elif inner not in blocks and any(True for part in child.children() for _ in part.parameters()):
             yield inner
@@ -366,7 +369,7 @@ def _obstacles(
     if execution.encoder and execution.calls != blocks:
         yield "its encoder does not run once, before its decoder"
     for name, phases in execution.phases.items():
-        holds_blocks = not name or any(block.startswith(f"{name}.") for block in blocks)
+        holds_blocks = holds_any(name, blocks)
         if execution.towers and (holds_blocks or is_inside(name, execution.towers)):
             continue
         if holds_blocks:

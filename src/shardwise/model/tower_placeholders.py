@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,13 +84,29 @@ class TowerPlaceholder:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
 
 
-def leave_out_tower(tower: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Empty a tower in place, and let `forward` be what its calls run; its parameters' dtype is still known."""
-    empty_module(tower)
-    clear_module_hooks(tower)
-    tower.forward = forward
-    stands_for_all = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
-    tower.parameters = lambda recurse=True: iter((stands_for_all,))  # type: ignore[method-assign]
+def leave_out_towers(
+    model: nn.Module,
+    towers: Iterable[str],
+    forward_of: Callable[[str], Callable[..., Any]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> frozenset[str]:
+    """Empty towers in place, and return the names of the modules that are gone; their parameters' dtype is still known.
+
+    Args:
+        forward_of: gives what calls of a tower run instead, by its name; asked while the tower is whole.
+    """
+    gone: set[str] = set()
+    for name in towers:
+        tower = model.get_submodule(name)
+        forward = forward_of(name)
+        gone.update(inner for inner, _ in tower.named_modules(prefix=name))
+        empty_module(tower)
+        clear_module_hooks(tower)
+        tower.forward = forward  # type: ignore[method-assign]
+        stands_for_all = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
+        tower.parameters = lambda recurse=True, only=stands_for_all: iter((only,))  # type: ignore[method-assign,misc]
+    return frozenset(gone)
 
 
 def _form(leaf: Any) -> Any:

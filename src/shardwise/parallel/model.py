@@ -386,11 +386,7 @@ class ParallelModel:
         if self.unsharded:
             self._sum_used(self.unsharded, self.layout.group(*data_axes()), "unsharded gradients")
         for ranks, names in self._tied():
-            group = self.layout.holders_group(ranks)
-            if self.facts.stages.towers:  # what only the first stage uses may be held by all
-                self._sum_used(names, group, "tied gradients")
-            else:
-                sum_together(self.tensor_map.gradients(names), group, self.device, "tied gradients")
+            self._sum_used(names, self.layout.holders_group(ranks), "tied gradients")
 
     def apply_gradient_hooks(self, step: int) -> None:
         """Let the user's hooks change the gradients of a step, which are whole sums by now. Collective."""
@@ -399,15 +395,18 @@ class ParallelModel:
 
     def _sum_used(self, names: Sequence[str], group: dist.ProcessGroup, unit: str) -> None:
         """Sum gradients of parameters that some of a group's ranks have used; one that none has is left without."""
-        entries = [self.tensor_map[name] for name in names]
-        used = torch.tensor([float(entry.parameter.grad is not None) for entry in entries], device=self.device)
-        for entry in entries:
-            if entry.parameter.grad is None:
-                entry.parameter.grad = torch.zeros_like(entry.parameter)
-        sum_together([used, *self.tensor_map.gradients(names)], group, self.device, unit)
-        for entry, count in zip(entries, used.tolist(), strict=True):
-            if not count:
-                entry.parameter.grad = None
+        trained = [name for name in names if self.tensor_map[name].parameter.requires_grad]
+        parameters = [self.tensor_map[name].parameter for name in trained]
+        unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        used = torch.ones(len(parameters), device=self.device)
+        for number in unused:
+            used[number] = 0
+            parameters[number].grad = torch.zeros_like(parameters[number])
+        sum_together([used, *self.tensor_map.gradients(trained)], group, self.device, unit)
+        if unused:  # only then have the counts to be read on the host
+            counts = used.tolist()
+            for number in (number for number in unused if not counts[number]):
+                parameters[number].grad = None
 
     def use_counts(self) -> tuple[int, int, int]:
         """Return numbers of this rank's step. Collective.

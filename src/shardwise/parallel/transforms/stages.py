@@ -27,7 +27,7 @@ from shardwise.model.facts import ModelFacts
 from shardwise.model.modules import empty_module
 from shardwise.model.placeholders import AbsentWeights, placeholder
 from shardwise.model.rehearsal import ABSENCE
-from shardwise.model.tower_placeholders import TowerPlaceholder, leave_out_tower
+from shardwise.model.tower_placeholders import TowerPlaceholder, leave_out_towers
 from shardwise.parallel.builder import BuildInputs, ModelBuilder, Transform
 from shardwise.parallel.stage_boundary import ENCODED, BoundaryShapes, StageBoundary, set_shapes
 from shardwise.plan.plan import Plan
@@ -89,7 +89,13 @@ def cut_stage(
         model.forward, boundary, lost, _SkippedBlocks(facts.definition, not facts.has_config, before, after)
     )
 
-    left_out = () if first == 0 else _leave_out_towers(model, facts, shapes, dtype, device)
+    left_out = leave_out_towers(
+        model,
+        facts.stages.towers if first else (),
+        lambda name: _tower_placeholder(name, facts, shapes, dtype, device),
+        dtype,
+        device,
+    )
     runs = {name: numbers for name, numbers in facts.stages.runs.items() if name not in left_out}
     placeholders: dict[str, Callable[..., Tensor]] = {}
     for name, numbers in runs.items():
@@ -109,20 +115,13 @@ def cut_stage(
     return boundary
 
 
-def _leave_out_towers(
-    model: nn.Module, facts: ModelFacts, shapes: BoundaryShapes | None, dtype: torch.dtype, device: torch.device
-) -> frozenset[str]:
-    """Put placeholders in the places of the towers, and return the names of all modules that are gone."""
-    gone: set[str] = set()
-    for name in facts.stages.towers:
-        assert shapes is not None
-        tower = model.get_submodule(name)
-        gone.update(inner for inner, _ in tower.named_modules(prefix=name))
-        whole, prefix = shapes.model.get_submodule(name), f"{name}."
-        blocks = [block.name for block in facts.blocks[: facts.stages.tower_blocks]]
-        inside = [block.removeprefix(prefix) for block in blocks if block.startswith(prefix)]
-        leave_out_tower(tower, TowerPlaceholder(name, whole, inside, dtype, device), dtype, device)
-    return frozenset(gone)
+def _tower_placeholder(
+    name: str, facts: ModelFacts, shapes: BoundaryShapes | None, dtype: torch.dtype, device: torch.device
+) -> TowerPlaceholder:
+    assert shapes is not None
+    prefix, blocks = f"{name}.", [block.name for block in facts.blocks[: facts.stages.tower_blocks]]
+    inside = [block.removeprefix(prefix) for block in blocks if block.startswith(prefix)]
+    return TowerPlaceholder(name, shapes.model.get_submodule(name), inside, dtype, device)
 
 
 def _empty(block: nn.Module, forward: Callable[..., Any]) -> None:
