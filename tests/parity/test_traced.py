@@ -34,15 +34,19 @@ XLNET = {
 
 
 # XLNet's positions and segments are weights beside the blocks; Zamba 2 has one layer of attention for several of Mamba.
-CONFIGS = {"XLNet": XLNET, "Zamba2": {**toy_config("zamba2"), "vocab_size": VOCABULARY}}
+# ALBERT's two blocks run three times and twice: each stage that runs one holds it.
+DROPPED = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+ALBERT = {**toy_config("albert"), "num_hidden_layers": 5, "num_hidden_groups": 2, "vocab_size": 262, **DROPPED}
+CONFIGS = {"XLNet": XLNET, "Zamba2": {**toy_config("zamba2"), "vocab_size": VOCABULARY}, "ALBERT": ALBERT}
 
 
 def traced_job(directory: Path, name: str, **sections: Any) -> Job:
     """Of a module of tests.parity.jobs, or of CONFIGS."""
     sections = {"training": UNEVEN, **sections}
     if name in CONFIGS:
-        model = {"config": CONFIGS[name], "attention": "eager"}
-        return make_job(directory, model=model, data={"sequence_length": LENGTH}, **sections)
+        family, task = ("bert", "masked_lm") if name == "ALBERT" else ("gpt2", "causal_lm")
+        model = {"config": CONFIGS[name], "task": task, "attention": "eager"}
+        return make_job(directory, family, model=model, data={"sequence_length": LENGTH}, **sections)
     return make_module_job(directory, model={"factory": f"tests.parity.jobs:{name}"}, **sections)
 
 
@@ -50,6 +54,9 @@ SLOW = [
     ("SkipNet", 4, {"parallel": FOUR}),
     ("Interleaved", 4, {"parallel": {**TWO, **SHARDED}}),
     ("XLNet", 2, {"parallel": TWO}),
+    ("ALBERT", 4, {"parallel": {**TWO, **SHARDED}}),
+    ("ALBERT", 2, {"parallel": {**TWO, "virtual_pipeline_degree": 2}, "training": {"sequences_per_step": 8,
+                   "gradient_accumulation": 4}}),
     ("Everywhere", 4, {"parallel": {**TWO, **SHARDED}}),
     ("Everywhere", 3, {"parallel": {"pipeline_parallel_degree": 3}, "precision": {"compute": "bf16"}}),
     ("Everywhere", 4, {"parallel": {**TWO, "shard_optimizer_state": True}}),
@@ -65,6 +72,7 @@ CASES = [
     ("SkipNet", 3, {"parallel": {"pipeline_parallel_degree": 3}}),  # a skip over a stage, one dropout on all of them
     ("Interleaved", 2, {"parallel": TWO}),  # two tensors cross, ends are tied
     ("Everywhere", 2, {"parallel": TWO}),  # both stages share a layer
+    ("ALBERT", 2, {"parallel": TWO}),  # and here a block
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
@@ -85,6 +93,7 @@ def test_agrees_with_one_process(
         (4, "Interleaved", TWO),
         (2, "Everywhere", TWO),
         (4, "Everywhere", {**TWO, **SHARDED}),
+        (4, "ALBERT", {**TWO, **SHARDED}),
     ],
 )
 def test_states_of_a_traced_stage_are_exact(

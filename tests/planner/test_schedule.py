@@ -35,8 +35,11 @@ FACTS = ModelFacts(
     layers=8,
     hidden_size=10,
     head="embed_out",
-    stages=StageFacts(before={"embed_in": 500}, after={"norm": 20, "embed_out": 500}),
-)
+    parameter_shapes={"embed_in.weight": (50, 10), **{f"layers.{i}.weight": (10, 10) for i in range(8)},
+                      "norm.weight": (20,), "embed_out.weight": (50, 10)},
+    stages=StageFacts(before={"embed_in": 500}, after={"norm": 20, "embed_out": 500},
+                      uses={"embed_in.weight": (0,), "norm.weight": (7,), "embed_out.weight": (7,)}),
+)  # fmt: skip
 
 
 def plan(**parallel: Any) -> Plan:
@@ -55,6 +58,8 @@ def test_shares_add_up_to_the_model() -> None:
     assert sum(row.parameters for row in rows) == FACTS.parameters
     assert sum(row.flops for row in rows) == pytest.approx(FACTS.model_flops_per_token(32))
     assert stage_shares(plan(), FACTS) == []
+    tied = replace(FACTS, stages=replace(FACTS.stages, uses={**FACTS.stages.uses, "embed_in.weight": (0, 7)}))
+    assert [row.parameters for row in stage_shares(made, tied)] == [600, *[100] * 6, 1120]
     experts = replace(FACTS, idle_parameters=100)
     assert sum(row.flops for row in stage_shares(made, experts)) == pytest.approx(experts.model_flops_per_token(32))
 

@@ -488,7 +488,7 @@ def _stages(
     stages = replace(stages, reshapes=isinstance(model, PreTrainedModel) and _reshapes(model, forward))
     obstacle = next(_stage_obstacles(model, lists, forward, parents, capability.ok), "")
     if obstacle:
-        return StageFacts(order=tuple(forward.order.calls)), refused(obstacle)
+        return StageFacts(order=forward.order.call_names), refused(obstacle)
     if stages.encoder:  # MVP adds to what its head returns
         example = token_inputs(model, LENGTH)
     elif isinstance(model, PreTrainedModel):
@@ -496,11 +496,11 @@ def _stages(
         if not failure:
             return stages, capability
         reason = f"its forward reads weights outside of its blocks, which other stages do not hold: {failure}"
-        return StageFacts(order=tuple(forward.order.calls)), refused(reason)
+        return StageFacts(order=forward.order.call_names), refused(reason)
     if not capability.ok or example is None:
         return replace(stages, hidden=()), capability  # it was shown tokens of some length, and takes any
     blocks = [name for names in lists for name in names]
-    return replace(stages, order=tuple(forward.order.calls)), rehearse_stage(model, blocks, stages, example)
+    return replace(stages, order=forward.order.call_names), rehearse_stage(model, blocks, stages, example)
 
 
 def _reshapes(model: nn.Module, forward: ForwardProbe) -> bool:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, Capability, refused
+from shardwise.model.call_names import module_of
 from shardwise.model.carried_state import CarriedState
 from shardwise.model.parameter_kinds import ParameterKinds
 from shardwise.model.parameter_writes import ForwardEffects
@@ -27,7 +28,8 @@ NOT_EXAMINED = refused("it was not looked at")
 class BlockFacts:
     """One repeated block (a transformer layer): its qualified name and its size.
 
-    `parameters` counts elements.
+    `parameters` counts elements. Where stages are cut from a trace, blocks are calls: a later one of the same module is
+    named `name#2` and has no parameters.
     """
 
     name: str
@@ -464,7 +466,8 @@ class ModelFacts:
     @cached_property
     def unit_blocks(self) -> tuple[str, ...]:
         """The blocks that can be sharded as units of their own: their parameters are theirs and read by them alone."""
-        if self.takes_outer_gradient:  # which runs through the blocks before their forward is over
+        # An outer gradient runs through the blocks before their forward is over; a traced forward calls none of them.
+        if self.takes_outer_gradient or self.stages.traced:
             return ()
         of_root = {self._block_holding(name) for name in self.outside_reads}
         for group in self.ties:
@@ -481,7 +484,8 @@ class ModelFacts:
     def counting(self) -> tuple[str, ...]:
         """Modules by which functional dropout is counted: the blocks, and the stack of an encoder, for stages of the
         decoder do not run it and what follows it has to count alike."""
-        return *(block.name for block in self.blocks), *((self.stages.encoder,) if self.stages.encoder else ())
+        modules = dict.fromkeys(module_of(block.name) for block in self.blocks)
+        return *modules, *((self.stages.encoder,) if self.stages.encoder else ())
 
     @property
     def may_draw(self) -> bool:

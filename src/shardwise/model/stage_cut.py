@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.job.capability import SUPPORTED, Capability, refused
+from shardwise.model.call_names import call_names
 from shardwise.model.chain import HandedOn
 from shardwise.model.containers import PLAIN, walk
 from shardwise.model.facts import PlaceholderShape, StageFacts
@@ -86,6 +87,11 @@ class ExecutionOrder:
         if self.encoder:
             model.get_submodule(self.encoder).register_forward_pre_hook(self._start_encoder)
             model.get_submodule(self.encoder).register_forward_hook(self._end_encoder)
+
+    @property
+    def call_names(self) -> tuple[str, ...]:
+        """The calls of blocks by name; of a block that ran before with their number, as `name#2`."""
+        return tuple(call_names(self.calls))
 
     def _start_block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.started += 1
@@ -278,7 +284,7 @@ def stage_facts(
         joined: blocks behind towers that are no part of the chain yet.
     """
     blocks = [name for names in lists for name in names]
-    order = tuple(execution.calls) if sorted(execution.calls) == sorted(blocks) else ()
+    order = execution.call_names if set(execution.calls) == set(blocks) else ()
     has_towers = execution.towers and all(
         is_inside(name, execution.towers) for name in blocks[: execution.tower_blocks]
     )

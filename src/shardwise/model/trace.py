@@ -29,6 +29,7 @@ from transformers.utils import ModelOutput
 from shardwise._torch_compat.modules import copy_module
 from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
 from shardwise.job.objects import in_parentheses, is_users_file
+from shardwise.model.call_names import call_names, module_of
 from shardwise.model.copies import deep_copy
 from shardwise.model.experts import BATCHED, GROUPED, LOOPED, set_expert_implementation
 from shardwise.model.forward_failures import UntraceableError
@@ -124,14 +125,14 @@ def trace(
     blocks: Collection[str],
     dropout: DropoutFunction | None = None,
 ) -> ForwardTrace:
-    """Return the forward of `model` (on meta; it stays as it is) in pieces that begin with the calls of `starts`.
+    """Return the forward of `model` (on meta; it stays as it is) in pieces that begin with the calls `starts`.
 
     Args:
         inputs: the forward's keyword arguments; of tensors shapes and dtypes count, and stay those of the pieces, as
             other values do.
         device: where the pieces run.
         dtypes: of parameters when they are used, and of buffers; None leaves these as they are.
-        blocks: names of blocks, by which functional dropout is counted.
+        blocks: names of blocks and of their later calls; functional dropout is counted by block.
         dropout: what the pieces call to drop; unset: torch's own.
 
     Raises:
@@ -145,9 +146,9 @@ def trace(
     earlier = numbers_kept(traced)
     counted = lambda: changed_number(earlier, numbers_kept(traced))  # noqa: E731  # torch puts numbers back
     traced.forward = MethodType(_flat_forward(partial(traced.forward, **plain), tuple(tensors), spec, counted), traced)
-    reached = dict[str, None]()
-    for name in starts:
-        traced.get_submodule(name).register_forward_pre_hook(partial(_cut_before, name, reached))
+    reached = list[str]()
+    for name in {module_of(start): None for start in starts}:
+        traced.get_submodule(name).register_forward_pre_hook(_Cuts(name, starts, reached))
     classes = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
     with (
@@ -165,8 +166,8 @@ def trace(
             raise UntraceableError(f"its forward has {own_gradient()}, of which a trace keeps nothing")
         if spec.counted:
             raise UntraceableError(f"its forward changes the number {spec.counted}, of which a trace keeps one value")
-    if pipe.num_stages != len(reached) + 1 or list(reached) != list(starts[: len(reached)]):
-        raise UntraceableError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts: a block runs more than once")
+    if pipe.num_stages != len(reached) + 1 or reached != list(starts[: len(reached)]):
+        raise UntraceableError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts, or in another order")
     forward = _read(
         pipe.split_gm, ForwardTrace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks
     )
@@ -174,9 +175,16 @@ def trace(
     return forward
 
 
-def _cut_before(name: str, reached: dict[str, None], module: nn.Module, args: Any) -> None:
-    reached[name] = None
-    pipe_split()
+class _Cuts:
+    """A hook ahead of a module's forward that cuts the trace there, if the call is one of `starts`."""
+
+    def __init__(self, name: str, starts: Sequence[str], reached: list[str]) -> None:
+        self.starts, self.reached, self.calls = starts, reached, call_names(repeat(name))
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if (call := next(self.calls)) in self.starts:
+            self.reached.append(call)
+            pipe_split()
 
 
 def _empty_piece() -> TracedPiece:

@@ -1,8 +1,9 @@
 """Answers whether tracing can cut a model that is no chain of blocks, and says which stage then holds what.
 
-The trace is cut before every block; where nothing repeats, before every module that holds parameters and runs once. The
-facts that come out of it are those of the traced forward. It has operators on weights and no modules that could be
-split, checkpointed or replaced: what does that is refused.
+The trace is cut before every call of a block; where nothing repeats, before every module that holds parameters and runs
+once. The facts that come out of it are those of the traced forward, whose blocks are the calls: of a block that runs
+several times (ALBERT's) each stage that runs it holds the weights. It has operators on weights and no modules that
+could be split, checkpointed or replaced: what does that is refused.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ def cut_by_trace(
     except Exception as error:  # torch raises anything where it cannot trace
         refusal = refused(f"{untraced.reason}, and its trace cannot be cut either: {failure_reason(error)}")
         return facts.with_capabilities({Axis.PIPELINE: refusal})
-    sizes = {block.name: block for block in facts.blocks}
+    sizes = {block.name: block.parameters for block in facts.blocks}
     rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
     return replace(
         facts.with_capabilities(
             {Axis.PIPELINE: SUPPORTED, Axis.TENSOR: TRACED, Axis.CONTEXT: TRACED, Axis.EXPERT: TRACED}
         ),
-        blocks=tuple(sizes[name] for name in order),
+        blocks=tuple(BlockFacts(name, sizes.get(name, 0)) for name in order),  # a later call has no weights of its own
         stages=replace(stages, hidden=(widest // rows,), order=order),
         head=None,
         head_has_bias=False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 from shardwise.job.axes import Axis
@@ -13,7 +15,7 @@ from shardwise.plan.plan import Plan
 class StageShare:
     """One stage: its number, its pipeline rank, its blocks, and its share of the model.
 
-    `parameters` counts elements, those of tied embeddings on both ends; `flops` are model FLOPs of a token, forward
+    `parameters` counts elements, those that several stages use on each; `flops` are model FLOPs of a token, forward
     and backward, as `ModelFacts.model_flops_per_token` counts them.
     """
 
@@ -26,18 +28,21 @@ class StageShare:
 
 def stage_shares(plan: Plan, facts: ModelFacts) -> list[StageShare]:
     """Return the stages of `plan`, in order; none without a pipeline."""
+    if not plan.stages:
+        return []
     between = facts.stages.between
     sizes = {block.name: block.parameters + between.get(n, 0) for n, block in enumerate(facts.blocks)}
     used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
     attention = 12.0 * plan.sequence_length * facts.attention_width
     last = len(plan.stages) - 1
+    held: Counter[int] = Counter()
+    for name, stages in holders(plan, facts).items():
+        held.update(dict.fromkeys(stages, math.prod(facts.parameter_shapes[name])))
     shares = []
     for number, names in enumerate(plan.stages):
-        blocks = sum(sizes[name] for name in names)
-        before = sum(facts.stages.before.values()) if number == 0 else 0
         after = sum(facts.stages.after.values()) if number == last else 0
-        flops = 6.0 * (used * blocks + after) + attention * len(names)
-        shares.append(StageShare(number, plan.stage_ranks[number], len(names), blocks + before + after, flops))
+        flops = 6.0 * (used * sum(sizes[name] for name in names) + after) + attention * len(names)
+        shares.append(StageShare(number, plan.stage_ranks[number], len(names), held[number], flops))
     return shares
 
 

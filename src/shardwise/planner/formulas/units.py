@@ -66,10 +66,13 @@ class RankUnits:
 
     @cached_property
     def shapes(self) -> dict[str | None, dict[str, tuple[int, ...]]]:
-        """The shapes of each block's parameters on this rank, by name; under None, of those outside of the blocks."""
+        """The shapes of each block's parameters on this rank, by name; under None, of those outside of the blocks.
+
+        Stages of a traced forward, which calls no block, are one unit.
+        """
         shapes: dict[str | None, dict[str, tuple[int, ...]]] = defaultdict(dict)
         for name, shape in local_shapes(self.facts, self.plan, pipeline=self.pipeline).items():
-            shapes[self.facts.block_of.get(name)][name] = shape
+            shapes[None if self.facts.stages.traced else self.facts.block_of.get(name)][name] = shape
         return shapes
 
     @cached_property
