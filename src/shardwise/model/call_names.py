@@ -16,6 +16,6 @@ def call_names(modules: Iterable[str]) -> Iterator[str]:
         yield name if counts[name] == 1 else f"{name}{NUMBER}{counts[name]}"
 
 
-def module_of(call: str) -> str:
+def called_module(call: str) -> str:
     """Return the name of the module that is called."""
     return call.partition(NUMBER)[0]

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, Capability, refused
-from shardwise.model.call_names import module_of
+from shardwise.model.call_names import called_module
 from shardwise.model.carried_state import CarriedState
 from shardwise.model.parameter_kinds import ParameterKinds
 from shardwise.model.parameter_writes import ForwardEffects
@@ -484,7 +484,7 @@ class ModelFacts:
     def counting(self) -> tuple[str, ...]:
         """Modules by which functional dropout is counted: the blocks, and the stack of an encoder, for stages of the
         decoder do not run it and what follows it has to count alike."""
-        modules = dict.fromkeys(module_of(block.name) for block in self.blocks)
+        modules = dict.fromkeys(called_module(block.name) for block in self.blocks)
         return *modules, *((self.stages.encoder,) if self.stages.encoder else ())
 
     @property

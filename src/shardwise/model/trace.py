@@ -29,7 +29,7 @@ from transformers.utils import ModelOutput
 from shardwise._torch_compat.modules import copy_module
 from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
 from shardwise.job.objects import in_parentheses, is_users_file
-from shardwise.model.call_names import call_names, module_of
+from shardwise.model.call_names import call_names, called_module
 from shardwise.model.copies import deep_copy
 from shardwise.model.experts import BATCHED, GROUPED, LOOPED, set_expert_implementation
 from shardwise.model.forward_failures import UntraceableError
@@ -147,7 +147,7 @@ def trace(
     counted = lambda: changed_number(earlier, numbers_kept(traced))  # noqa: E731  # torch puts numbers back
     traced.forward = MethodType(_flat_forward(partial(traced.forward, **plain), tuple(tensors), spec, counted), traced)
     reached = list[str]()
-    for name in {module_of(start): None for start in starts}:
+    for name in {called_module(start): None for start in starts}:
         traced.get_submodule(name).register_forward_pre_hook(_Cuts(name, starts, reached))
     classes = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())

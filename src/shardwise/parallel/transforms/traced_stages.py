@@ -17,7 +17,7 @@ from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import active_scope, dropout
 from shardwise.kernels.precision import torch_dtype
-from shardwise.model.call_names import module_of
+from shardwise.model.call_names import called_module
 from shardwise.model.copies import deep_copy
 from shardwise.model.facts import ModelFacts
 from shardwise.model.forward_failures import failure_reason
@@ -87,7 +87,7 @@ def cut_traced(model: nn.Module, tracer: StageTracer, stage: int) -> StageBounda
     names = {name for name, stages in holders(plan, facts).items() if stage in stages}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {id(parameters[name]) for name in names}
-    absent = {block.name for block in facts.blocks} - set(map(module_of, plan.stages[stage]))
+    absent = {block.name for block in facts.blocks} - set(map(called_module, plan.stages[stage]))
     for name, module in model.named_modules():
         own = list(module.named_parameters(recurse=False, remove_duplicate=False))
         removed = [leaf for leaf, parameter in own if id(parameter) not in kept]

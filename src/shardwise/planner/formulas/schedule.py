@@ -35,14 +35,14 @@ def stage_shares(plan: Plan, facts: ModelFacts) -> list[StageShare]:
     used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
     attention = 12.0 * plan.sequence_length * facts.attention_width
     last = len(plan.stages) - 1
-    held: Counter[int] = Counter()
+    elements: Counter[int] = Counter()
     for name, stages in holders(plan, facts).items():
-        held.update(dict.fromkeys(stages, math.prod(facts.parameter_shapes[name])))
+        elements.update(dict.fromkeys(stages, math.prod(facts.parameter_shapes[name])))
     shares = []
     for number, names in enumerate(plan.stages):
         after = sum(facts.stages.after.values()) if number == last else 0
         flops = 6.0 * (used * sum(sizes[name] for name in names) + after) + attention * len(names)
-        shares.append(StageShare(number, plan.stage_ranks[number], len(names), held[number], flops))
+        shares.append(StageShare(number, plan.stage_ranks[number], len(names), elements[number], flops))
     return shares
 
 
