@@ -104,6 +104,12 @@ EVERYWHERE: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "places of what was told": (lambda x: x[:2][x.told > 7].shape, (1, 3)),
     "what was told": (lambda x: (x.told + 1).tolist(), [8, 9]),
     "a choice by what was told": (lambda x: bool((x.told == 8).any()), True),
+    "experts by turns": (lambda x: x.topk(2).indices.tolist(), [[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]]),
+    "tokens of experts": (lambda x: torch.bincount(x.topk(2, dim=1)[1].flatten()).tolist(), [4, 3, 3]),
+    "a class more than there are experts": (
+        lambda x: torch.nn.functional.one_hot(x.topk(2)[1], 4).sum((0, 1)).nonzero().flatten().tolist(),
+        [0, 1, 2],
+    ),
 }
 
 
@@ -118,6 +124,9 @@ def test_other_values_stay_unknown_then(assuming: Tensor) -> None:
         lambda: assuming.sum().item(),
         lambda: assuming.unique_consecutive().shape,
         lambda: bool(assuming.any()),
+        lambda: assuming.topk(2, dim=0).indices.tolist(),  # no choice for each row
+        lambda: assuming[:1].topk(2).indices.tolist(),  # of which one column would never be
+        lambda: assuming.topk(2).values.tolist(),
     ):
         with pytest.raises(Exception) as error:
             ask()

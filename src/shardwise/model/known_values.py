@@ -3,8 +3,8 @@
 A forward that reads one, `mask.any().item()` say, would else not run on fake tensors. What follows from weights, from
 the batch or from random numbers stays unknown. Values are computed when they are read.
 
-Of transformers' models more is assumed, so that their structure shows: an unknown condition holds in all places (each
-expert has tokens), and the batch may have values that the caller gives.
+Of transformers' models more is assumed, so that their structure shows: a router chooses its experts by turns, another
+unknown condition holds in all places (each expert has tokens), and the batch may have values that the caller gives.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class KnownValues(TorchDispatchMode):
     Enter it inside of a FakeTensorMode.
 
     Args:
-        assumes: take an unknown condition to hold everywhere, where the shape of a result follows from it.
+        assumes: take an unknown condition to hold everywhere, where the shape of a result follows from it, and the
+            largest of unknown numbers to be other ones in each row.
     """
 
     def __init__(self, assumes: bool = False) -> None:
@@ -86,6 +87,8 @@ class KnownValues(TorchDispatchMode):
             self._write(func, args, kwargs)
             return func(*args, **kwargs)
         if not self._is_known(func, args, kwargs):
+            if self.assumes and func is torch.ops.aten.topk.default:
+                return self._by_turns(func(*args, **kwargs), *args[:3:2])
             return self._everywhere(func, args) if self.assumes and func in CONDITIONAL else func(*args, **kwargs)
         if BY_VALUE.intersection(func.tags):
             try:
@@ -99,6 +102,17 @@ class KnownValues(TorchDispatchMode):
                 self._origins[output] = _Origin(func, args, kwargs, number)
                 if func.is_view:
                     self._views[output] = self._origins[output]
+        return outputs
+
+    def _by_turns(self, outputs: tuple[Tensor, Tensor], of: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
+        """Return `topk`'s outputs, with indices that choose each column by turns, where there are rows enough for that.
+
+        A loop over experts that skips those without tokens then shows all.
+        """
+        indices = outputs[1]
+        if of.dim() > 1 and dim % of.dim() == of.dim() - 1 and indices.numel() >= of.shape[-1]:
+            shape, columns = indices.shape, of.shape[-1]
+            self.assume(indices, lambda: (torch.arange(shape.numel()) % columns).reshape(shape))
         return outputs
 
     def _everywhere(self, func: Any, args: Any) -> Any:
