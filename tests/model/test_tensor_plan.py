@@ -76,7 +76,7 @@ def test_models_without_a_plan_and_modules_of_ones_own_are_refused() -> None:
     assert _refusal(nn.Linear(2, 2)).startswith("a module of model.factory")
     planned = model("mpt")
     planned.config.base_model_tp_plan = {"blocks.*.ffn.down_proj": "packed_rowwise"}
-    assert "packed_rowwise, which is not built yet" in _refusal(planned)
+    assert _refusal(planned) == "there is no plan for mpt"
 
 
 @pytest.mark.parametrize("family", OWN_SPLITS)
@@ -135,14 +135,17 @@ def test_experts_are_a_region_and_their_router_is_outside_of_it() -> None:
     assert not any("gate" in name for name in splits) and experts.of("bias") is None
 
 
-def test_experts_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_another_kind_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     mixtral: Any = model("mixtral", **EXPERTS)
+    splits, _ = plans.tensor_plan(mixtral)
+    heads = {name: split for name, split in splits.items() if split.kind != "experts"}
     experts = mixtral.model.layers[0].mlp.experts
     experts.bias = nn.Parameter(torch.empty(3, device="meta"))
-    assert "'model.layers.0.mlp.experts' of mixtral is no pair of stacks" in _refusal(mixtral)
+    assert plans.tensor_plan(mixtral) == (heads, SUPPORTED) != (splits, SUPPORTED)
     del experts.bias
+    assert plans.tensor_plan(mixtral) == (splits, SUPPORTED)
     monkeypatch.setattr(type(experts), "forward", _in_turns)
-    assert "is no pair of stacks" in _refusal(mixtral)
+    assert plans.tensor_plan(mixtral) == (heads, SUPPORTED)
 
 
 def _in_turns(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -300,5 +303,14 @@ def test_a_plan_that_names_the_input_embeddings_too_is_none_the_less_taken() -> 
     plan = dict(llama.config.base_model_tp_plan)
     llama.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise", "elsewhere": "embedding_rowwise"}
     assert plans.tensor_plan(llama) == (splits, SUPPORTED)
-    llama.config.base_model_tp_plan = {**plan, "layers.*.mlp.down_proj": "embedding_rowwise"}
-    assert "embedding_rowwise, which is not built yet" in _refusal(llama)
+
+
+def test_a_module_with_a_style_that_is_unknown_is_left_out_as_a_whole() -> None:
+    """A row layer without its column layer would be given what is whole."""
+    llama = model("llama", intermediate_size=8)
+    splits, plan = plans.tensor_plan(llama)[0], dict(llama.config.base_model_tp_plan)
+    for rule in ("layers.*.mlp.up_proj", "layers.*.mlp.down_proj"):
+        llama.config.base_model_tp_plan = {**plan, rule: "packed_rowwise"}
+        assert plans.tensor_plan(llama) == ({name: splits[name] for name in splits if ".mlp." not in name}, SUPPORTED)
+    llama.config.base_model_tp_plan = {**plan, "layers.*.self_attn": "local_params"}
+    assert plans.tensor_plan(llama) == ({name: splits[name] for name in splits if ".mlp." in name}, SUPPORTED)

@@ -84,14 +84,14 @@ def _has_no_plan(model: PreTrainedModel) -> bool:
 
 def _own_plan(model: PreTrainedModel) -> tuple[dict[str, TensorSplit], Capability]:
     family, published = family_of(str(model.config.model_type)), _published(model)
-    obstacle = next(_plan_obstacles(model, family, published), "")
+    obstacle = next(_plan_obstacles(model, family), "")
     if obstacle:
         return {}, refused(obstacle)
     rules = family.tensor_splits or {name: PUBLISHED[style] for name, style in published.items()}
-    splits = _with_latent_attention(model, _matched(model, rules))
+    splits = _without_other_experts(model, _with_latent_attention(model, _matched(model, rules)))
     if family.refine_splits is not None:
         splits = family.refine_splits(model.config, splits)
-    obstacle = next(_split_obstacles(model, family, splits), "")
+    obstacle = next(_split_obstacles(model, splits), "")
     return ({}, refused(obstacle)) if obstacle else (splits, SUPPORTED)
 
 
@@ -101,6 +101,11 @@ def _with_latent_attention(model: nn.Module, splits: dict[str, TensorSplit]) -> 
         splits = {part: split for part, split in splits.items() if not part.startswith(f"{name}.")}
         splits |= {part: _with_dim(model.get_submodule(part), split) for part, split in own.items()}
     return splits
+
+
+def _without_other_experts(model: nn.Module, splits: dict[str, TensorSplit]) -> dict[str, TensorSplit]:
+    """Return `splits` without experts in other stacks than `EXPERTS`, which then stay whole (Llama 4's)."""
+    return {name: split for name, split in splits.items() if split.kind != "experts" or _stacked(model, name)}
 
 
 def completed(model: nn.Module, splits: dict[str, TensorSplit], called: Sequence[str]) -> dict[str, TensorSplit]:
@@ -156,19 +161,15 @@ def _source(definition: type) -> str:
     return "".join(sources)
 
 
-def _plan_obstacles(model: PreTrainedModel, family: Family, published: Mapping[str, str]) -> Iterator[str]:
+def _plan_obstacles(model: PreTrainedModel, family: Family) -> Iterator[str]:
     name = model.config.model_type
     if _has_no_plan(model):
         yield f"there is no plan for {name}"
-    if family.tensor_splits is None:
-        unknown = sorted(set(published.values()) - PUBLISHED.keys())
-        if unknown:
-            yield f"transformers' plan for {name} asks for {', '.join(unknown)}, which is not built yet"
     if family.tensor_refusal is not None and (refusal := family.tensor_refusal(model.config)):
         yield refusal
 
 
-def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
+def _split_obstacles(model: PreTrainedModel, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
     name = model.config.model_type
     if not splits:
         yield f"transformers' plan for {name} names no module of this model"
@@ -178,10 +179,6 @@ def _split_obstacles(model: PreTrainedModel, family: Family, splits: Mapping[str
     twice = _gathered_inside(splits)
     if twice:
         yield f"{twice[0]!r} of {name} is gathered between layers whose parts stay apart"
-    experts = [module for module, split in splits.items() if split.kind == "experts"]
-    unstacked = [module for module in experts if not _stacked(model, module)]
-    if unstacked:
-        yield f"{unstacked[0]!r} of {name} is no pair of stacks of gate and up and of down projections"
 
 
 def vocabulary_parameters(model: Any, head: str | None) -> tuple[str, ...]:
@@ -263,20 +260,42 @@ def _published(model: PreTrainedModel) -> dict[str, str]:
     table = input_embeddings(model)
     experts = [rule for rule, style in plan.items() if PUBLISHED.get(style) == TensorSplit("experts")]
     of_stacks = {(f"{rule}.{leaf}", style) for rule in experts for leaf, style in STACKED.items()}
-    return {
+    return _understood({
         rule: style
         for rule, style in plan.items()
         if (rule, style) not in of_stacks
         and style != WHOLE
         and (style != "embedding_rowwise" or any(part is not table for _, part in _named_by(model, rule)))
+    })  # fmt: skip
+
+
+def _understood(plan: Mapping[str, str]) -> dict[str, str]:
+    """Return a plan without modules in which it asks for a style that is unknown here: their layers belong together.
+
+    So experts of other stacks (`packed_rowwise`) stay whole, and attention with sinks of its own (`local_params`).
+    """
+    unknown = [rule for rule, style in plan.items() if style not in PUBLISHED]
+    owners = {rule.rpartition(".")[0] for rule in unknown}
+    inside = tuple(f"{rule}." for rule in unknown)
+    return {
+        rule: style
+        for rule, style in plan.items()
+        if rule not in owners and rule.rpartition(".")[0] not in owners and not f"{rule}.".startswith(inside)
     }
 
 
 def _named_by(model: PreTrainedModel, rule: str) -> list[tuple[str, nn.Module]]:
     """Return the modules that a rule such as `layers.*.mlp.up_proj` of the base model names."""
-    base = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    pattern = re.compile(re.escape(base + rule).replace(r"\*", r"\d+"))
+    pattern = re.compile(re.escape(_base_of(model) + rule).replace(r"\*", r"\d+"))
     return [(name, part) for name, part in model.named_modules() if pattern.fullmatch(name)]
+
+
+def _base_of(model: PreTrainedModel) -> str:
+    """Return with what names of the base model's modules begin; Llama 4 has it under another name than it says."""
+    if hasattr(model, model.base_model_prefix):
+        return f"{model.base_model_prefix}."
+    parts = (name for name, part in model.named_children() if isinstance(part, PreTrainedModel))
+    return next((f"{name}." for name in parts), "")
 
 
 def _matched(model: PreTrainedModel, rules: SplitRules) -> dict[str, TensorSplit]:
