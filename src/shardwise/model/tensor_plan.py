@@ -291,11 +291,8 @@ def _named_by(model: PreTrainedModel, rule: str) -> list[tuple[str, nn.Module]]:
 
 
 def _base_of(model: PreTrainedModel) -> str:
-    """Return with what names of the base model's modules begin; Llama 4 has it under another name than it says."""
-    if hasattr(model, model.base_model_prefix):
-        return f"{model.base_model_prefix}."
-    parts = (name for name, part in model.named_children() if isinstance(part, PreTrainedModel))
-    return next((f"{name}." for name in parts), "")
+    """Return with what names of the base model's modules begin; Llama 4 has it as `model`, whatever it says."""
+    return next((f"{name}." for name in (model.base_model_prefix, "model") if hasattr(model, name)), "")
 
 
 def _matched(model: PreTrainedModel, rules: SplitRules) -> dict[str, TensorSplit]:
