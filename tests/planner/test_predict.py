@@ -126,6 +126,27 @@ def test_joined_times_lie_between_the_longer_and_the_sum() -> None:
     assert overlapped_seconds(3.0, 0.0, 3.0) == 3.0
 
 
+def test_tensor_ranks_of_this_package_copy_what_they_exchange_and_gather_again() -> None:
+    """Where nodes share the tensor ranks, the second gathering of both regions' inputs is a quarter of the traffic."""
+    layout: dict[str, Any] = {"tensor": 16, "shard": 1, "zero": 0, "sequence_parallel": True}
+    row = (
+        4096 * 4096 * 2 / rates(accelerator("H100"), stack_of("default"), "bf16").bandwidth
+    )  # of a layer's activations
+    for microbatch, passes in ((1, 0), (2, 20)):
+        theirs = predict(made(**layout, microbatch=microbatch)).seconds
+        own = predict(made(**layout, microbatch=microbatch, own_regions=True)).seconds
+        exposed = theirs["tensor"] / stack_of("default").tensor_exposed  # four pairs a block
+        assert 0.2 < (own["tensor"] - theirs["tensor"]) / exposed < 0.25
+        copied = own["memory_bound"] - theirs["memory_bound"]
+        assert copied == pytest.approx(32 * passes * microbatch * row)
+    plain = {**layout, "sequence_parallel": False}
+    copied = (
+        predict(made(**plain, own_regions=True)).seconds["memory_bound"]
+        - predict(made(**plain)).seconds["memory_bound"]
+    )
+    assert copied == pytest.approx(32 * 8 * row)
+
+
 def test_small_products_waste_the_accelerator() -> None:
     speed = rates(accelerator("H100"), stack_of("default"), "bf16")
     large, small = (2 * n**3 / matmul_seconds(n, n, n, speed) / speed.flops for n in (8192, 256))

@@ -20,11 +20,13 @@ from shardwise.training.init import fingerprint
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.setup import AssembledJob, check_whole_batches, set_up
 from shardwise.training.step import (
+    Control,
     ControlMessage,
     StepResult,
     _check_count,
     evaluate,
     exchange_control,
+    read_at_once,
     train_step,
 )
 from tests.parity.jobs import make_job, make_module_job
@@ -157,7 +159,10 @@ def hash_of_samples(hashes: list[int], data_ranks: int) -> int | str:
     layout = mock.Mock(data_ranks=data_ranks, is_first_of_rows=is_first)
     model = mock.Mock(is_reporting_rank=is_first, layout=layout, device=CPU)
     try:
-        return exchange_control(model, ControlMessage(3, 3, 0, 0, hashes[rank])).data_hash
+        control = exchange_control(model, ControlMessage(3, 3, 0, 0, hashes[rank]))
+        is_read = control.on_device is None  # ranks that share no rows leave it to the read behind backward
+        assert is_read == (data_ranks == 1)
+        return (control.message or ControlMessage(*control.on_device.tolist())).data_hash
     except DataError as error:
         return str(error)
 
@@ -168,6 +173,29 @@ def test_ranks_that_share_rows_compare_their_samples(world_pool: WorldPool) -> N
         assert world_pool.run(2, hash_of_samples, hashes, data_ranks) == [expected] * 2
     for said in world_pool.run(2, hash_of_samples, [5, 6], 1):
         assert "have read different samples" in said and "seed what it draws with the index" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("normalisation", ["token", "sample", "pair"])
+def test_a_seed_from_counts_on_the_device_is_the_hosts(normalisation: str, dtype: torch.dtype) -> None:
+    model = mock.Mock(plan=mock.Mock(normalisation=normalisation), device=CPU, accumulation_dtype=dtype)
+    for labels, scale in ((0, 1.0), (3, 1.0), (1_000_003, 65536.0), ((1 << 53) - 1, 3.0)):
+        message = ControlMessage(labels, labels if normalisation == "token" else labels // 2, 0, 0, -5)
+        here, there = Control(message), Control(None, torch.tensor(message))
+        assert torch.equal(here.seed(model, scale), there.seed(model, scale))
+
+
+def test_values_are_read_at_once_and_as_they_are() -> None:
+    floats = [0.1, -0.0, math.inf, -math.inf, 5e-324]
+    tensors = [
+        torch.tensor(floats, dtype=torch.float64),
+        torch.tensor([-1, 1 << 62]),
+        torch.empty(0, dtype=torch.int64),
+    ]
+    tensors.append(torch.tensor([math.nan], dtype=torch.float64))
+    real, whole, none, [not_a_number] = read_at_once(tensors)
+    assert real == floats and math.copysign(1, real[1]) == -1
+    assert whole == [-1, 1 << 62] and none == [] and math.isnan(not_a_number)
 
 
 @pytest.mark.parametrize("counted", [True, False])

@@ -262,15 +262,21 @@ def _side_by_side(everyone: Tensor, rows: SequenceRows, is_flat: bool) -> Tensor
 def _reduce_scatter_rows(values: Tensor, rows: SequenceRows) -> Tensor:
     """[B, S, H] of each rank -> [B, S of this rank, H] of their sum."""
     sizes = rows.sizes
-    most = max(sizes)
-    parts = rows.by_sample(values, rows.length).split(sizes, 1)
-    stacked = torch.stack([F.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
+    stacked = _by_rank(rows.by_sample(values, rows.length), sizes)
     total = torch.empty_like(stacked[0])
     with collective_name(ACTIVATIONS, rows.group, "reduce_scatter"):
         reduce_scatter_single(total, stacked.flatten(0, 1), group=rows.group)
     # Models add to it in place, which autograd allows where it is no view.
     own = total if total.shape[1] == sizes[rows.index] else total[:, : sizes[rows.index]].clone()
     return own.flatten(0, 1) if values.dim() == 2 else own
+
+
+def _by_rank(values: Tensor, sizes: list[int]) -> Tensor:
+    """[B, S, H] -> the positions of each rank, [ranks, B, most of a rank, H]; of one sample in even runs no copy."""
+    most = max(sizes)
+    if min(sizes) == most:
+        return values.unflatten(1, (len(sizes), most)).transpose(0, 1).contiguous()
+    return torch.stack([F.pad(part, (0, 0, 0, most - part.shape[1])) for part in values.split(sizes, 1)])
 
 
 def _local_rows(values: Tensor, rows: SequenceRows) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import xxhash
@@ -71,13 +72,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        from_host = copies_aside(torch.device(device).type)
-
-        def move(tensor: Tensor) -> Tensor:
-            if from_host and tensor.device.type == CPU:
-                tensor = tensor.pin_memory()  # from other memory the host would wait for the copy
-            return tensor.to(device, non_blocking=True)
-
+        move = partial(moved, device=device)
         return Batch(
             inputs={name: move(tensor) for name, tensor in self.inputs.items()},
             labels=None if self.labels is None else move(self.labels),
@@ -179,6 +174,13 @@ def batch_digest(batch: Batch) -> int:
 
     rows = batch.counted.nonzero().flatten().tolist()
     return wrap(sum(xxhash.xxh3_64_intdigest(b"".join(content(row))) for row in rows))
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on `device`; the host does not wait for the copy."""
+    if tensor.device.type == CPU and copies_aside(torch.device(device).type):
+        tensor = tensor.pin_memory()  # from other memory it would
+    return tensor.to(device, non_blocking=True)
 
 
 def wrap(value: int) -> int:

@@ -131,21 +131,26 @@ class ExpertRouters:
             choices, probabilities, rows = (values.sum(0, keepdim=True) for values in (choices, probabilities, rows))
         return choices, probabilities, rows.clamp(min=1)
 
-    def totals(self) -> RouterTotals:
-        """Return the totals of the step that was settled last. Collective with `local`."""
+    def measured(self) -> Tensor:
+        """Return the totals of the step that was settled last, fp64, on the device. Collective with `local`."""
         load = self.routed.amax(1) / self.routed.double().mean(1).clamp(min=1e-12)
-        idle = float((self.routed == 0).double().mean())
-        return RouterTotals(self._balancing_loss(), dict(zip(self.stacks, load.tolist(), strict=True)), idle)
+        idle = (self.routed == 0).double().mean()
+        return torch.cat([self._balancing_loss().double().view(1), idle.view(1), load])
 
-    def _balancing_loss(self) -> float:
+    def totals(self, measured: Sequence[float]) -> RouterTotals:
+        """Return the totals, of the values that were `measured`."""
+        balancing_loss, idle, *load = measured
+        return RouterTotals(balancing_loss, dict(zip(self.stacks, load, strict=True)), idle)
+
+    def _balancing_loss(self) -> Tensor:
         if self.local is not None:
             loss = self.local.loss() * self.counts_once
             with ROUTES:
                 dist.all_reduce(loss)
-            return float(loss)
+            return loss
         choices, probabilities, rows = self._balanced()
         loss = self.number * (choices * probabilities / rows.square()).sum() / len(rows)
-        return float(loss) if self.balancing else 0.0
+        return loss if self.balancing else torch.zeros_like(loss)
 
     # --- called in the model's forward
 

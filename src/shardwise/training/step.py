@@ -1,16 +1,18 @@
 """train_step(): forward, backward, reductions and update of one step, on any layout.
 
 The loss is (sum, count). One control all-reduce before the step carries the count of labels and the ranks' flags; the
-normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss. A single rank's
-host waits for its GPU there alone, and prepares the next step while the GPU updates; several wait at both.
+normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss. There a host waits
+for its accelerator, once, and prepares the next step while the accelerator updates. Ranks that work on the same rows
+wait ahead of the step as well: they may not begin on unequal ones.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch import Tensor
 from shardwise._torch_compat import accelerator
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
-from shardwise.data.batch import Batch, wrap
+from shardwise.data.batch import Batch, moved, wrap
 from shardwise.errors import DataError, ModelError, require_type
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
@@ -28,6 +30,7 @@ from shardwise.parallel.routers import RouterTotals
 from shardwise.parallel.tensor_map import ParameterEntry
 from shardwise.plan.normalisation import NORMALISATIONS, LossCounts, Normalisation
 from shardwise.training.optimizer import ShardedOptimizer
+from shardwise.training.rank_figures import Figures, figures_of, own_figures
 
 NORM_CHUNK = 1 << 16  # elements that a CPU sums in the gradients' own dtype; measured: as fast as the fp32 norm
 
@@ -58,6 +61,7 @@ class StepResult:
         data_hash: of the step's samples, equal on every layout.
         routers: use of the experts in the step; None for a model without watched routers.
         metrics: what the objective measures beside its loss, by name.
+        figures: of each rank, before the update; empty on a CPU, which measures the whole step.
     """
 
     loss: float
@@ -70,6 +74,7 @@ class StepResult:
     data_hash: int = 0
     routers: RouterTotals | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
 
 
 class EvaluationResult(NamedTuple):
@@ -84,6 +89,49 @@ class EvaluationResult(NamedTuple):
     metrics: Mapping[str, float]
 
 
+class ControlMessage(NamedTuple):
+    """Message of a rank to all before a step; values are summed over the ranks that read different rows.
+
+    Attributes:
+        labels: that are counted.
+        samples: with a counted label, where the loss is a mean over samples; else the same as `labels`.
+        data_hash: of the samples.
+    """
+
+    labels: int
+    samples: int
+    stop: int
+    failed: int
+    data_hash: int
+
+    @property
+    def counts(self) -> LossCounts:
+        return LossCounts(tokens=self.labels, samples=self.samples)
+
+
+class Control(NamedTuple):
+    """The sum of the ranks' messages.
+
+    Attributes:
+        message: the sum; None where the host has not read it.
+        on_device: the same then, int64.
+    """
+
+    message: ControlMessage | None
+    on_device: Tensor | None = None
+
+    def seed(self, model: ParallelModel, loss_scale: float) -> Tensor:
+        """Return the gradient of each microbatch's summed loss, 0-dim."""
+        if self.on_device is None:
+            assert self.message is not None
+            value = NORMALISATIONS[model.plan.normalisation].seed(self.message.counts, loss_scale)
+            return torch.full((), value, dtype=model.accumulation_dtype, device=model.device)
+        # `samples` is what the loss is divided by, be it labels or samples.
+        divisor = self.on_device[ControlMessage._fields.index("samples")].clamp(min=1).double()
+        # Torch's number / tensor rounds twice.
+        return (torch.full_like(divisor, loss_scale) / divisor).to(model.accumulation_dtype)
+
+
 class ReducedSums(NamedTuple):
     """Sums over all ranks behind backward.
 
@@ -91,12 +139,18 @@ class ReducedSums(NamedTuple):
         loss, counted: the losses, and what they are summed over.
         norm: of the gradients.
         measured: what the objective has measured; empty without any.
+        control: of the messages before the step.
+        routers: use of the experts; None for a model without watched routers.
+        figures: of each rank, as a step's result has them.
     """
 
     loss: float
     counted: float
     norm: float
     measured: Sequence[float]
+    control: ControlMessage
+    routers: RouterTotals | None
+    figures: Figures
 
 
 def train_step(
@@ -130,13 +184,13 @@ def train_step(
     batches = weighted(batches, normalisation)
     samples = round(sum(float(batch.count()) for batch in batches))
     control = exchange_control(model, ControlMessage(labels, samples, int(stop), int(failed), data_hash))
-    counts = LossCounts(tokens=control.labels, samples=control.samples)
-    seed = torch.full((), normalisation.seed(counts, scaler.scale), dtype=model.accumulation_dtype, device=model.device)
 
     model.scale_router_losses(scaler.scale)
     optimizer.begin(scaler.scale)
+    seed = control.seed(model, scaler.scale)
     totals = model.run(objective, [batch.to(model.device) for batch in batches], step, seed)
-    sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, objective.measured())
+    sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, control, objective.measured())
+    agreed, counts = sums.control, sums.control.counts
     if step == 0:
         _check_count(round(sums.counted), counts.samples)
 
@@ -153,11 +207,12 @@ def train_step(
         counts.tokens,
         skipped,
         scale,
-        bool(control.stop),
-        bool(control.failed),
-        control.data_hash,
-        None if model.routers is None else model.routers.totals(),
+        bool(agreed.stop),
+        bool(agreed.failed),
+        agreed.data_hash,
+        sums.routers,
         objective.metrics(sums.measured, counts.samples),
+        sums.figures,
     )
 
 
@@ -189,23 +244,7 @@ def weighted(batches: Sequence[Batch], normalisation: Normalisation) -> Sequence
     return [batch.with_sample_weights() for batch in batches] if normalisation.weighs_samples else batches
 
 
-class ControlMessage(NamedTuple):
-    """Message of a rank to all before a step; values are summed over the ranks that read different rows.
-
-    Attributes:
-        labels: that are counted.
-        samples: with a counted label, where the loss is a mean over samples; else the same as `labels`.
-        data_hash: of the samples.
-    """
-
-    labels: int
-    samples: int
-    stop: int
-    failed: int
-    data_hash: int
-
-
-def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMessage:
+def exchange_control(model: ParallelModel, message: ControlMessage) -> Control:
     """Sum the ranks' messages, in int64, whose sums wrap around. Collective.
 
     Raises:
@@ -213,7 +252,7 @@ def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMe
     """
     mark_phase("forward")
     if dist.get_world_size() == 1:  # a GPU would be waited for
-        return message
+        return Control(message)
     reports = model.is_reporting_rank
     labels, samples, stop, failed, data_hash = message
     # The hashes of ranks that work on the same rows cancel out.
@@ -221,33 +260,63 @@ def exchange_control(model: ParallelModel, message: ControlMessage) -> ControlMe
     unequal = wrap(data_hash * others if model.layout.is_first_of_rows else -data_hash)
     # A wish to stop or a failure may come from any rank.
     values = [labels if reports else 0, samples if reports else 0, stop, failed, data_hash if reports else 0, unequal]
-    control = torch.tensor(values, dtype=torch.int64, device=model.device)
+    control = moved(torch.tensor(values, dtype=torch.int64), model.device)
     with CONTROL:
         dist.all_reduce(control)
+    if not others:
+        return Control(None, control[:-1])
     *sums, difference = control.tolist()
     if difference:
         raise DataError(SAME_SAMPLES)
-    return ControlMessage(*sums)
+    return Control(ControlMessage(*sums))
 
 
 def reduce_loss_and_norm(
-    model: ParallelModel, optimizer: ShardedOptimizer, totals: Tensor, scale: float, measured: Tensor | None = None
+    model: ParallelModel,
+    optimizer: ShardedOptimizer,
+    totals: Tensor,
+    scale: float,
+    control: Control,
+    measured: Tensor | None = None,
 ) -> ReducedSums:
     """Return the sums of all ranks, and the gradient norm; a gradient's element counts once.
 
-    The ranks' use of parameters is settled before anything is read. Collective.
+    The ranks' use of parameters is settled before anything is read, and all is read at once. Collective.
     """
     mark_phase("optimizer")
     squares = squared_share(optimizer.gradients(), model.device)
-    use = torch.tensor(model.use_counts(), dtype=squares.dtype).to(model.device, non_blocking=True)
-    parts = [totals, *([] if measured is None else [measured])]
-    own = torch.cat([part.to(squares.dtype) * model.contributes for part in parts])
-    sums = torch.cat([squares.view(1), use, own])
+    use = moved(torch.tensor(model.use_counts(), dtype=squares.dtype), model.device)
+    own = [part.to(squares.dtype) * model.contributes for part in (totals, measured) if part is not None]
+    parts = [squares.view(1), use, own_figures(model.device), torch.cat(own)]
+    sums = torch.cat(parts)
     with LOSS_AND_NORM:
         dist.all_reduce(sums)
-    squared, unused, irregular, changed, loss, counted, *of_objective = sums.tolist()
-    model.settle_use(unused > 0, irregular > 0, changed > 0)
-    return ReducedSums(loss, counted, math.sqrt(squared) / scale, of_objective)
+    nothing = torch.empty(0, dtype=torch.int64, device=model.device)
+    of_routers = nothing if model.routers is None else model.routers.measured()
+    message = nothing if control.on_device is None else control.on_device
+    values = read_at_once([*sums.split([len(part) for part in parts]), of_routers, message])
+    [squared], used, figures, [loss, counted, *of_objective], routes, agreed = values
+    model.settle_use(*(count > 0 for count in used))
+    return ReducedSums(
+        loss,
+        counted,
+        math.sqrt(squared) / scale,
+        of_objective,
+        control.message or ControlMessage(*agreed),
+        None if model.routers is None else model.routers.totals(routes),
+        figures_of(figures),
+    )
+
+
+def read_at_once(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Return the values of tensors in one dim, int64 or fp64, for which the host waits once."""
+    bits = torch.cat([tensor.view(torch.int64) for tensor in tensors]).tolist()
+    values = []
+    for tensor in tensors:
+        own, bits = bits[: len(tensor)], bits[len(tensor) :]
+        is_whole = tensor.dtype == torch.int64
+        values.append(own if is_whole else [*struct.unpack(f"{len(own)}d", struct.pack(f"{len(own)}q", *own))])
+    return values
 
 
 def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: torch.device) -> Tensor:

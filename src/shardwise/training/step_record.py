@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
 from shardwise.checkpoint.manifest import Progress
-from shardwise.collectives.names import CollectiveName
-from shardwise.collectives.rank_record import step_times
 from shardwise.data.streaming.loader import ALONE, position_key
 from shardwise.data.token_data import TokenData
-from shardwise.observe.memory import peak_memory_bytes
 from shardwise.observe.metrics import Record
 from shardwise.planner.constants.hardware import peak_tflops
+from shardwise.training.rank_figures import figures_of_step
 from shardwise.training.setup import AssembledJob
 from shardwise.training.step import StepResult
-
-RANK_FIGURES = CollectiveName("figures of the ranks", "world", "all_gather")
 
 
 def step_record(
@@ -52,7 +45,7 @@ def step_record(
         "tflops_per_rank": tflops,
         "smp_tflops_per_rank": computed * facts.smp_flops_per_token() / plan.world.size / 1e12,
         "mfu": tflops / peak if peak else None,
-        **_rank_figures(assembled, seconds),
+        **(result.figures or figures_of_step(assembled.model.device, seconds)),
         "skipped": result.skipped,
         "data_hash": progress.data_hash,
         "seconds": seconds,
@@ -88,24 +81,3 @@ def sources_read(data: TokenData, progress: Progress) -> dict[str, dict[str, flo
         else:
             read[name] |= {"passes": count / sizes[name], "sequences": sizes[name]}
     return read
-
-
-def _rank_figures(assembled: AssembledJob, seconds: float) -> Record:
-    """Return lists by rank: peak bytes, and on a CPU seconds that the step has waited for data, computed, and waited in
-    collectives.
-
-    On CUDA collectives run beside the host, whose clock knows of the wait for data alone.
-    """
-    device, times = assembled.model.device, step_times()
-    own = [peak_memory_bytes(device), *(round(1e6 * part) for part in (seconds, times.data, times.communication))]
-    message = torch.tensor(own, dtype=torch.int64, device=device)
-    answers = [torch.empty_like(message) for _ in range(assembled.plan.world.size)]
-    with RANK_FIGURES:
-        dist.all_gather(answers, message)
-    peaks, wholes, data, communication = zip(*(answer.tolist() for answer in answers), strict=True)
-    figures: Record = {"peak_memory_bytes": list(peaks), "data_seconds": [part / 1e6 for part in data]}
-    if device.type == "cpu":
-        parts = zip(wholes, data, communication, strict=True)
-        figures["compute_seconds"] = [(whole - waited - exchanged) / 1e6 for whole, waited, exchanged in parts]
-        figures["communication_seconds"] = [part / 1e6 for part in communication]
-    return figures

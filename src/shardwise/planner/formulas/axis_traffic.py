@@ -10,7 +10,8 @@ in `shardwise.planner.formulas.layer`; the reduction of gradients between replic
 - tensor (arXiv 1909.08053, section 3; 2205.05198, section 4.2.2): two all-reduces a block each way, or as many pairs of
   all-gather and reduce-scatter. All-reduces are exposed; of the pairs it depends on the stack, since they can be cut in
   pieces beside the product that needs them (`Stack.tensor_exposed`, `async_tensor`). Of fused kernels these join the
-  block's products (`layer.block_time`).
+  block's products (`layer.block_time`). Where backward gathers both regions' inputs again (`own_regions`), that goes on
+  beside the first product that it makes.
 - context: keys and values gathered, their gradients scattered; exposed.
 - pipeline: a hidden state each way a stage and microbatch; exposed.
 - expert: rows to their experts and back, each way, paced by the fullest rank (`imbalance`); a stack may hide a share
@@ -37,7 +38,7 @@ from shardwise.planner.formulas.communication import (
     overlapped_seconds,
     rank_group,
 )
-from shardwise.planner.formulas.compute import BYTES, tokens_of
+from shardwise.planner.formulas.compute import BYTES, matmul_seconds, rates, tokens_of
 from shardwise.planner.formulas.prediction import TrainingConfiguration
 
 ASYNC = 0.6  # of tensor traffic that stays exposed when it is cut in pieces (torchtitan gains 9 and 10 % a step by it)
@@ -70,7 +71,24 @@ def _tensor(configuration: TrainingConfiguration) -> float:
     else:
         exchange = all_reduce_seconds(size, over)
     again = configuration.checkpointed if configuration.checkpointing == "full" else 0.0
-    return (4 + 2 * again) * exchange * (ASYNC if configuration.async_tensor else 1.0)
+    exposed = (4 + 2 * again) * exchange * (ASYNC if configuration.async_tensor else 1.0)
+    if configuration.own_regions and configuration.sequence_parallel:
+        exposed += _gathered_again(configuration, gather_seconds(size, over))
+    return exposed
+
+
+def _gathered_again(configuration: TrainingConfiguration, seconds: float) -> float:
+    """Return what is exposed of gathering the inputs of attention and of a dense MLP, `seconds` each, in backward.
+
+    Of attention with three products the value's comes first, of a gated MLP one of two.
+    """
+    model, tokens = configuration.model, tokens_of(configuration)
+    speed = rates(configuration.cluster.accelerator, configuration.stack, configuration.precision)
+    into, outputs = model.attention_products(configuration.tensor)[0]
+    own = model.attention_width // configuration.tensor
+    readers = [(outputs - own) // 2 if model.gated and not model.latent else outputs]
+    readers += [model.dense_width // configuration.tensor] if model.dense_width else []
+    return sum(max(0.0, seconds - matmul_seconds(tokens, into, width, speed)) for width in readers)
 
 
 def _context(configuration: TrainingConfiguration) -> float:

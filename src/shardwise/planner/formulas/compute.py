@@ -266,10 +266,25 @@ def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> 
     sorting *= model.expert_layers * expert_rows(configuration) * model.hidden
     masks += sorting * speed.size / speed.bandwidth
     norms, rotary, activation = PASSES[model.gated, configuration.compile or configuration.fused]
+    copies = _region_copies(configuration)
     forward, backward = (
-        norm * between + turn * row / t + act * inner for norm, turn, act in zip(norms, rotary, activation)
+        norm * between + turn * row / t + act * inner + copied * row
+        for norm, turn, act, copied in zip(norms, rotary, activation, copies)
     )
     return forward + masks, backward + masks
+
+
+def _region_copies(configuration: TrainingConfiguration) -> tuple[float, float]:
+    """Return the passes over [T, H], forward and backward, that copy what tensor ranks exchange.
+
+    An all-reduce takes a copy. Of several sequences each rank's positions are brought together for the two all-gathers
+    and two reduce-scatters each way, and for the two that backward makes again.
+    """
+    if configuration.tensor == 1 or not configuration.own_regions:
+        return 0.0, 0.0
+    if not configuration.sequence_parallel:
+        return 4.0, 4.0
+    return (8.0, 12.0) if configuration.microbatch > 1 else (0.0, 0.0)
 
 
 def kernels_of_block(configuration: TrainingConfiguration) -> float:

@@ -41,6 +41,7 @@ def configuration_of(
         virtual=len(plan.stages) // degrees[Axis.PIPELINE] if plan.stages else 1,
         schedule=parallel.pipeline,
         sequence_parallel=plan.sequence_parallel,
+        own_regions=True,
         zero=1 if plan.zero1 else 3 if plan.needs_fsdp else 0,
         placement=plan.placement,
         precision="fp8" if plan.float8 and job.precision.fp8 != "emulate" else plan.dtypes.compute,

@@ -380,6 +380,8 @@ class TrainingConfiguration:
         orthogonalized: bytes that a rank receives for Muon's iterations in a step, and their FLOPs.
         updates_in_backward: these are updated while the last backward runs.
         kept_every: steps between copies of the state in the hosts' memory (`checkpoint.memory_every`); 0: none.
+        own_regions: tensor ranks exchange as this package does: their collectives copy what they take, and of split
+            sequences backward gathers a region's input again.
         whole_in_step: a pipeline's parameters stay gathered, and its gradients whole, from a step's first microbatch to
             its last.
         kept_blocks: the last blocks, whose parameters stay gathered from their forward to their backward although
@@ -422,6 +424,7 @@ class TrainingConfiguration:
     dropout: bool = False
     collectives: str = "nccl"
     async_tensor: bool = False
+    own_regions: bool = False
     scattered_messages: bool = False
     balanced: bool | None = None
     chunked_loss: bool = False

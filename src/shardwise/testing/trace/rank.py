@@ -119,10 +119,9 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
 def exempt(plan: Plan) -> tuple[str, ...]:
     """Return the functions of a step in which a host waits for its accelerator, or gives it values, because it has to.
 
-    All ranks agree on counts ahead of a step, and on loss and norm behind it. Updates in host memory wait for their
-    gradients, and FSDP2, where it offloads parameters, for what it has reduced.
+    Updates in host memory wait for their gradients, and FSDP2, where it offloads parameters, for what it has reduced.
     """
-    functions = ["exchange_control", "reduce_loss_and_norm"]
+    functions: list[str] = []
     if plan.stages:  # torch's own: an agreement ahead of the first step, and losses that stay until the next
         functions += ["Pipeline.train", "_MicrobatchRunner.forward"]
     if plan.offloaded_optimizer:
@@ -285,13 +284,13 @@ def step_of(model: ParallelModel, objective: Objective, optimizer: ShardedOptimi
     """Run `train_step` with numbers that are nobody's."""
     batches = [batch_of(model.plan).to(model.device) for _ in range(model.plan.accumulation)]
     with recorder.answering(0):
-        training_step.exchange_control(model, training_step.ControlMessage(0, 0, 0, 0, 0))
+        control = training_step.exchange_control(model, training_step.ControlMessage(0, 0, 0, 0, 0))
     model.scale_router_losses(1.0)
     optimizer.begin(1.0)
-    totals = model.run(objective, batches, 0, torch.empty((), dtype=model.accumulation_dtype, device=model.device))
+    totals = model.run(objective, batches, 0, control.seed(model, 1.0))
     recorder.own_gradients(entry.parameter.grad for entry in optimizer.entries)
     with recorder.answering(0):
-        training_step.reduce_loss_and_norm(model, optimizer, totals, 1.0, objective.measured())
+        training_step.reduce_loss_and_norm(model, optimizer, totals, 1.0, control, objective.measured())
     with recorder.update():
         if model.plan.job.optimizer.clip_norm is not None:
             optimizer.scale_gradients(0.5)
