@@ -125,7 +125,7 @@ def _arguments(function: Any) -> set[str]:
 def _by_grids(model: Any, parameters: Any) -> Iterator[list[Row]]:
     """Yield the ways to give patches of images of several grids."""
     vision = model.config.vision_config
-    times = getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", 1)
+    times = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
     merged = [2 * PATCH, 2 * PATCH, 3]
     for patch in ([3 * times * PATCH**2], [3 * PATCH**2], [3, PATCH, PATCH], merged):
         yield [

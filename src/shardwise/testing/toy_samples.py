@@ -89,5 +89,8 @@ def inputs_of_files(job: Job) -> dict[str, Tensor]:
     """Return the arguments of a forward of a row of a toy's samples."""
     dataset = ToySamples(**job.data.factory_arguments)
     batch = Samples(dataset, 0, len(dataset), "toys", dataset.stacked).batch([0], [0], 0)
-    of_decoder = {"decoder_input_ids": batch.labels} if TASKS[job.model.task].labels == "decoder" else {}
-    return {**batch.arguments(), **of_decoder}
+    inputs = batch.arguments()
+    if TASKS[job.model.task].labels == "decoder":
+        assert batch.labels is not None
+        inputs["decoder_input_ids"] = batch.labels
+    return inputs

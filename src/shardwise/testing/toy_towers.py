@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "projection_intermediate_size": 48, "adapter_in_dim": 32, "adapter_out_dim": 32, "adapter_input_size": 32,
     "vision_hidden_size": 32, "moe_hidden_size": 32, "patch_embed_hidden_size": FLAT,
 }  # fmt: skip
-CODES = 8  # of images that are read as words of a vocabulary of their own
+CODES, FIRST_CODE = 4, 5  # of images that become tokens, which no text has
 SECTIONS = {"mrope_section": [1, 1, 2]}  # by time, height and width, of heads of 8
 MROPE = {"rope_type": "default", "rope_theta": 1e4, **SECTIONS}
 # What else a family needs to be small, or to see at all.
@@ -36,7 +36,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "groups_width": 8},
     "apertus1p5": {
-        "image_token_offset": 20, "audio_token_offset": 20 + CODES, "audio_token_id": 4,
+        "image_token_offset": FIRST_CODE, "audio_token_offset": FIRST_CODE + CODES, "audio_token_id": 4,
         "audio_config": {
             "model_type": "wavtokenizer_encoder", "hidden_size": 32, "codebook_dim": 32, "codebook_size": CODES,
             "num_filters": 2, "num_lstm_layers": 1,
@@ -48,7 +48,8 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "aria": {"projector_patch_to_query_dict": {SIDE**2: 4}},
     "chameleon": {
-        "vocabulary_map": {"<image>": IMAGE_TOKEN} | {f"IMGIMG{'ABCDEFGH'[code]}Z": 20 + code for code in range(CODES)},
+        "vocabulary_map": {"<image>": IMAGE_TOKEN}
+        | {f"IMGIMG{'ABCD'[code]}Z": FIRST_CODE + code for code in range(CODES)},
         "vq_config": {
             "num_embeddings": CODES, "base_channels": 32, "channel_multiplier": [1, 1, 1], "resolution": PIXELS,
             "num_res_blocks": 1, "latent_channels": 16,
@@ -67,7 +68,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "emu3": {
         "vocabulary_map": {"<image>": IMAGE_TOKEN, "<|extra_200|>": 4}
-        | {f"<|visual token {code:06}|>": 20 + code for code in range(CODES)},
+        | {f"<|visual token {code:06}|>": FIRST_CODE + code for code in range(CODES)},
         "vq_config": {
             "codebook_size": CODES, "base_channels": 32, "channel_multiplier": [1, 1, 1], "num_res_blocks": 1,
             "embed_dim": 4, "attn_resolutions": [1],
