@@ -43,10 +43,6 @@ OF_ROWS: dict[str, list[Row]] = {
     "instructblipvideo": [_row([2, *IMAGE], 8, qformer_input_ids=tokens) for tokens in INSTRUCTIONS],
     "kosmos-2": [_row(IMAGE, 4)],
     "kosmos-2.5": [{**row, "tokens": 4} for row in FLAT_PATCHES],
-    **{
-        name: [_row([3, PATCH, 64 * PATCH], target_sizes=size) for size in ([8, 8], [4, 16])]
-        for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
-    },
     "mllama": [  # whose mask, of each token to an image's tiles, is in the place of image tokens
         _row(
             [1, 1, *IMAGE],

@@ -124,13 +124,6 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         },
         "text_config": {"cross_attention_layers": [1]},
     },
-    **{
-        name: {
-            "image_token_id": IMAGE_TOKEN, "video_token_id": 4, "insert_layer_id": 0, "downsample_mode": "16x",
-            "vision_config": {"insert_layer_id": 0},
-        }
-        for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
-    },
     "molmo2": {"image_patch_id": IMAGE_TOKEN, "adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_glimmer": {"out_hidden_size": 128},
     "muse_spark": {
