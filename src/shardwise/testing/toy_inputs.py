@@ -141,21 +141,27 @@ def _grid(height: int, width: int, parameters: Collection[str]) -> dict[str, Any
 
 def _by_sizes(model: Any, features: Any, parameters: Any) -> Iterator[list[Row]]:
     """Yield the ways to give an image, with what the model is told about its size: of several sizes where it can be."""
-    patches, side = [SIDE**2, 3 * PATCH**2], getattr(getattr(model.config, "vision_config", None), "image_size", None)
-    side = side if isinstance(side, int) else PIXELS
-    shapes, told = [*([*parts, 3, side, side] for parts in ([], [1], [2])), patches], [list[dict[str, Any]]([{}])]
-    if _is_required(features, "image_sizes"):
-        whole = {"image_sizes": [PIXELS, PIXELS]}
-        told = [[whole, {"image_sizes": [PIXELS // 2, PIXELS]}], [whole]]
-    elif "image_position_ids" in parameters:
-        places = [[[column, row] for row in range(height) for column in range(width)] for height, width in GRIDS[:2]]
-        shapes, told = [patches], [[{"image_position_ids": each} for each in places]]
-    elif _is_required(features, "spatial_shapes"):
-        mask = {"pixel_attention_mask": [1] * SIDE**2}
-        shapes, told = [patches], [[{"spatial_shapes": [*grid], **mask} for grid in GRIDS[:2]]]
-    for shape, kinds in product(shapes, told):
+    side = getattr(getattr(model.config, "vision_config", None), "image_size", None)
+    side, patches = side if isinstance(side, int) else PIXELS, [SIDE**2, 3 * PATCH**2]
+    images = [[*parts, 3, side, side] for parts in ([], [1], [2])]
+    in_patches, told = _told_sizes(features, parameters)
+    for shape, kinds in product([patches] if in_patches else [*images, patches], told):
         given = {"pixel_values": shape} if "pixel_values" in parameters else {}
         yield [{"shapes": given, "numbers": numbers} for numbers in kinds]
+
+
+def _told_sizes(features: Any, parameters: Collection[str]) -> tuple[bool, list[list[dict[str, Any]]]]:
+    """Return whether images come in patches alone, and the numbers about sizes of rows in turn, in several ways."""
+    if _is_required(features, "image_sizes"):
+        whole = {"image_sizes": [PIXELS, PIXELS]}
+        return False, [[whole, {"image_sizes": [PIXELS // 2, PIXELS]}], [whole]]
+    if "image_position_ids" in parameters:
+        places = [[[column, row] for row in range(height) for column in range(width)] for height, width in GRIDS[:2]]
+        return True, [[{"image_position_ids": of_grid} for of_grid in places]]
+    if _is_required(features, "spatial_shapes"):
+        mask = {"pixel_attention_mask": [1] * SIDE**2}
+        return True, [[{"spatial_shapes": [*grid], **mask} for grid in GRIDS[:2]]]
+    return False, [[{}]]
 
 
 def _is_required(function: Any, name: str) -> bool:
