@@ -129,6 +129,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
     "qwen4_exp_text": {
+        "hc_lowrank": 8,
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
