@@ -46,7 +46,8 @@ from shardwise.model.build import load_config, prepare_for_training
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import VOCABULARY, language_model_types, toy_config
-from shardwise.testing.toy_samples import inputs_of_files, toy_of_files
+from shardwise.testing.toy_inputs import toy_of_files
+from shardwise.testing.toy_samples import inputs_of_files
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.setup import study
 

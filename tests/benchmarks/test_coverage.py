@@ -73,7 +73,7 @@ def test_cells_of_a_type(world_pool: WorldPool, tmp_path: Path) -> None:
 SEEN_OR_HEARD = {
     "image_classification": ("vit", "convnext"),
     "speech_seq2seq": ("whisper",),
-    "image_text_to_text": ("llava", "qwen2_vl", "gemma3"),
+    "image_text_to_text": ("llava", "qwen2_vl", "gemma3", "kimi_k25", "florence2"),
 }
 
 

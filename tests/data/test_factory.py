@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.data.factory import Samples, content_hash
+from shardwise.data.factory import Samples, content_hash, open_samples
 from shardwise.errors import UserCodeError
+from shardwise.job.data_section import DataSection
 
 
 class Rows:
@@ -46,6 +47,24 @@ def test_augmented_tensors_are_compared_by_their_shapes() -> None:
 def test_a_sample_that_raises_is_named() -> None:
     with pytest.raises(UserCodeError, match=r"^rows: sample 3 raised KeyError: 3 \(.*test_factory\.py:\d+\)$"):
         Samples(Broken(), 1, 4, "rows").sample(2)
+
+
+def test_tensors_that_are_not_stacked_stand_one_behind_the_other() -> None:
+    training, validation = open_samples(DataSection(format="factory", factory=f"{__name__}:Patches"))
+    batch = training.batch([1, 3], [1, 3], 0)
+    assert batch.arguments()["patches"].tolist() == [1, 1, 3, 3, 3, 3]
+    assert batch.arguments([1])["patches"].tolist() == [3, 3, 3, 3]
+    assert batch.arguments()["x"].shape == (2, 3)
+    assert validation.stacked == training.stacked == Patches.stacked
+
+
+class Patches(Rows):
+    """Rows with as many patches more as is their number."""
+
+    stacked = frozenset(("x", "labels", "flag"))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "patches": torch.full((index + 1,), index)}
 
 
 class Broken(Rows):

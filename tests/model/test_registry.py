@@ -25,9 +25,9 @@ from tools.structure import nodes_of, read_tree
 [BIOGPT] = [block for block in python_blocks("how-to/extend.md") if "FAMILY = " in block]
 SOURCE = Path(shardwise.__file__).parent
 # What names models for reasons of its own: Amazon's table of them, the planner's presets and published runs, the models
-# that workers of tests import before they fork, and what else a toy's config needs.
+# that workers of tests import before they fork, and what else toys need.
 NAMING_ROOMS = ("model/families", "smp", "planner/constants", "planner/published", "testing/world.py",
-                "testing/toy_configs.py", "job/recipes/smp_keys.py")  # fmt: skip
+                "testing/toy_", "job/recipes/smp_keys.py")  # fmt: skip
 OTHER_MEANINGS = {("kernels/liger.py", "llama")}  # Liger's name of a way to cast
 
 

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from shardwise.errors import ModelError
 from shardwise.model.stage_cut import towers_of
 from shardwise.model.tower_placeholders import TowerPlaceholder, leave_out_towers
-from shardwise.testing.toy_samples import toy_of_files
+from shardwise.testing.toy_inputs import toy_of_files
 
 CPU = torch.device("cpu")
 

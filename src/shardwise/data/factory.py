@@ -1,7 +1,9 @@
 """Map-style data sets of the user's own: `data.factory` returns something with `len` and `[index] -> dict of tensors`.
 
 The last `validation_fraction` of the samples (at least one) is kept for validation. The key `labels` goes to
-`Batch.labels`, the others are keyword arguments of the model.
+`Batch.labels`, the others are keyword arguments of the model. A data set may have an attribute `stacked`: the names of
+the tensors that become a dim more in a batch. Those of all others, such as patches of images, stand one behind the
+other.
 """
 
 from __future__ import annotations
@@ -140,6 +142,7 @@ def open_samples(data: DataSection) -> tuple[Samples, Samples]:
     if size < 2:
         raise DataError(f"{name} has {size} samples; give two at least, one for training and one for validation")
     validation = max(1, floor(size * data.validation_fraction))
-    training = Samples(dataset, 0, size - validation, name)
+    stacked = getattr(dataset, "stacked", None)
+    training = Samples(dataset, 0, size - validation, name, stacked)
     training.sample(0)
-    return training, Samples(dataset, size - validation, validation, name)
+    return training, Samples(dataset, size - validation, validation, name, stacked)

@@ -220,19 +220,23 @@ class TokenSource:
 
 
 class FactorySource:
-    """Samples of `data.factory`: all but the last `validation_fraction`."""
+    """Samples of `data.factory`: all but the last `validation_fraction`. Tensors that are not `stacked` are joined."""
 
     def __init__(self, job: Job) -> None:
         self.samples: Any = load_object(str(job.data.factory))(**job.data.factory_arguments)
+        self.stacked = getattr(self.samples, "stacked", None)
         size = min(len(self.samples), job.data.max_documents or len(self.samples))
         self.validation_size = max(1, int(size * job.data.validation_fraction))
         self.seed, self.size = job.training.seed, size - self.validation_size
 
     def rows(self, counters: Sequence[int]) -> Rows:
         chosen = [self.samples[self._place(counter)] for counter in counters]
-        stacked = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
-        labels = stacked.pop("labels", None)
-        return Rows(stacked, labels, list(counters))
+        tensors = {}
+        for key in chosen[0]:
+            join = torch.stack if self.stacked is None or key in self.stacked else torch.cat
+            tensors[key] = join([sample[key] for sample in chosen])
+        labels = tensors.pop("labels", None)
+        return Rows(tensors, labels, list(counters))
 
     def _place(self, counter: int) -> int:
         if counter < EVALUATION:

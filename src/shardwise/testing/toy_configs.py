@@ -74,6 +74,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "beam": {"mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
     "dots1": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -90,6 +91,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
+    "unlimited_ocr_text": {**LATENT, "mlp_layer_types": ["dense", "sparse"], "sliding_window": 8},
     "xmod": {"default_language": "en_XX"},
     "lilt": {"hidden_size": 48, "channel_shrink_ratio": 2},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "visual_embed": False},
@@ -115,8 +117,19 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "index_head_dim": 8,
         "per_layer_config": {"1": {"kv_lora_rank": 24, "head_dim": 16}},
     },
-    "ernie4_5_moe": {"moe_k": 2},
+    **{name: {"moe_k": 2} for name in ("ernie4_5_moe", "ernie4_5_vl_moe_text")},
+    "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "glm5_next_text": {**LATENT, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"], "index_kpool": 4},
+    "hunyuan_vl_text": {"head_dim": 8},
+    "mistral4": {**LATENT, "head_dim": 16},
+    "mistral_large4_text": LATENT,
+    "step3p5": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window": 8,
+    },
     "qwen4_exp_text": {
+        "hc_lowrank": 8,
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
@@ -156,8 +169,12 @@ def toy_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     """
     from transformers import CONFIG_MAPPING
 
-    values = _small(CONFIG_MAPPING[model_type]())
-    return {"model_type": model_type, **values, **EXTRAS.get(model_type, {}), **overrides}
+    return toy_of(CONFIG_MAPPING[model_type]()) | overrides
+
+
+def toy_of(config: Any) -> dict[str, Any]:
+    """Return the `model.config` of a toy in the place of a config of transformers."""
+    return {"model_type": config.model_type, **_small(config), **EXTRAS.get(config.model_type, {})}
 
 
 def language_model_types(task: str) -> list[str]:
@@ -170,7 +187,8 @@ def language_model_types(task: str) -> list[str]:
 def _small(config: Any) -> dict[str, Any]:
     """Return the values to change of a config with its defaults, those of configs inside of it too."""
     fields = config.to_dict()
-    values: dict[str, Any] = {name: SIZES[name] for name in fields if name in SIZES and fields[name] is not None}
+    named = (name for name in fields if name in SIZES and fields[name] is not None)
+    values: dict[str, Any] = {name: like(fields[name], SIZES[name]) for name in named}
     if "num_layers" in values and "num_hidden_layers" in values:
         del values["num_hidden_layers"]
     if fields.get("is_encoder_decoder"):
@@ -184,10 +202,15 @@ def _small(config: Any) -> dict[str, Any]:
             values |= _layers_of_each_kind(value, values)
         inner = vars(config).get(name)
         if hasattr(inner, "to_dict"):
-            values[name] = _small(inner)
+            values[name] = {**_small(inner), **EXTRAS.get(inner.model_type, {})}
             if name == "decoder" and hasattr(inner, "add_cross_attention"):
                 values[name] |= {"is_decoder": True, "add_cross_attention": True}
     return values
+
+
+def like(default: Any, size: Any) -> Any:
+    """Return a toy's size as a config has its default: as often as there, where that is a list."""
+    return [size] * len(default) if isinstance(default, list | tuple) and isinstance(size, int) else size
 
 
 def _layers_of_each_kind(kinds: list[str], values: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from shardwise.plan.plan import World, resolve
 from shardwise.planner.constants.inventory import presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.testing.toy_configs import toy_config
-from shardwise.testing.toy_samples import toy_of_files
+from shardwise.testing.toy_inputs import toy_of_files
 from shardwise.testing.trace import rank as trace_rank_module
 from shardwise.testing.trace.job import JobTrace, trace_job
 from shardwise.testing.trace.program import Call
