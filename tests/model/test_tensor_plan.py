@@ -305,6 +305,17 @@ def test_a_plan_that_names_the_input_embeddings_too_is_none_the_less_taken() -> 
     assert plans.tensor_plan(llama) == (splits, SUPPORTED)
 
 
+def test_a_row_layer_without_its_column_layers_is_left_out() -> None:
+    """As where the attention of some layers is of another kind, with one projection of the same name."""
+    llama: Any = model("llama", intermediate_size=8)
+    splits = plans.tensor_plan(llama)[0]
+    attention = llama.model.layers[0].self_attn
+    attention.mix = nn.Linear(8, 8, device="meta")
+    del attention.q_proj, attention.k_proj, attention.v_proj
+    kept = {name: split for name, split in splits.items() if ".self_attn." not in name}
+    assert plans.tensor_plan(llama) == (kept, SUPPORTED)
+
+
 def test_a_module_with_a_style_that_is_unknown_is_left_out_as_a_whole() -> None:
     """A row layer without its column layer would be given what is whole."""
     llama = model("llama", intermediate_size=8)

@@ -278,7 +278,8 @@ def _coupling(
     norms = is_pretrained and any(isinstance(module, BATCH_NORMS) for module in model.modules())
     return {
         "drops_by_microbatch": _drops_by_microbatch(model, job, forward, example),
-        "couples_rows": _takes_shares(config),
+        "couples_rows": _takes_shares(config)
+        or (is_pretrained and family_of(str(model.config.model_type)).couples_rows),
         "keeps_statistics": norms,
         "draws_numbers": is_pretrained and forward.draws_on_activations,
     }
@@ -566,11 +567,11 @@ def find_block_lists(model: nn.Module) -> list[list[str]]:
 
 
 def _called_modules(name: str, block: nn.Module) -> list[str]:
-    """Return the block's name, or for a bare list the names of what is in it.
+    """Return the block's name, or for a bare list, or what else has no forward, the names of what is in it.
 
     A model of `for attend, feed in layers` never calls the lists, so that nothing can be done around them.
     """
-    if not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+    if type(block).forward is not nn.Module.forward:
         return [name] if _count([block]) else []
     return [inner for key, child in block.named_children() for inner in _called_modules(f"{name}.{key}", child)]
 

@@ -63,6 +63,7 @@ class Family:
             modules or weights, which ranks that hold a part of them cannot.
         unfit_dtypes: `fp64` or `bf16` (for fp16 too) -> why transformers' own code does not train in it, as a clause
             about that code.
+        couples_rows: whether rows of a microbatch change each other's numbers, by what its code counts over all.
     """
 
     model_types: tuple[str, ...]
@@ -74,3 +75,4 @@ class Family:
     block: BlockTraits = PLAIN_BLOCK
     settle: Callable[[nn.Module, int], None] | None = None
     unfit_dtypes: Mapping[str, str] = field(default_factory=dict)
+    couples_rows: bool = False

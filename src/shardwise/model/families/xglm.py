@@ -1,7 +1,10 @@
-"""XGLM and FSMT: their masks make the least number of a dtype a tensor of fp32."""
+"""XGLM, FSMT and Kosmos-2: their masks make the least number of a dtype a tensor of fp32."""
 
 from __future__ import annotations
 
 from shardwise.model.family import Family
 
-FAMILY = Family(("xglm", "fsmt"), unfit_dtypes={"fp64": "puts the least number of the dtype into fp32, which fails"})
+FAMILY = Family(
+    ("xglm", "fsmt", "kosmos_2_text_model"),
+    unfit_dtypes={"fp64": "puts the least number of the dtype into fp32, which fails"},
+)
