@@ -88,7 +88,7 @@ HELD = {
     "fms_fsdp": (4.5, 11),
     "nanotron_grid_h100": (8.5, 55),
     "bridge_dense_2025": (3, 10),
-    "bridge_moe_2025": (5, 50),
+    "bridge_moe_2025": (4, 35),
     "llm_foundry_h100": (2.5, 5),
     "megatron_sc21": (4, 7),
     "nemo_bridge_h100": (5, 8),

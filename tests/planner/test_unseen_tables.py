@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.planner.formulas.compute import expert_rows, rates
+from shardwise.planner.formulas.layer import block_time
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.published.evaluate import error_summary, evaluate_rows
 from shardwise.planner.published.mapping import configuration, mapped
@@ -238,3 +240,38 @@ def test_groups_of_experts_are_read(tmp_path: Path) -> None:
     limited, free = read_table(written(tmp_path, EXPERTS | {"router": "sigmoid, 8 groups top 4"}, EXPERTS))
     shapes = [configuration(row).model for row in (limited, free)]
     assert [(shape.expert_groups, shape.groups_of_token) for shape in shapes] == [(8, 4), (1, 1)]
+
+
+def test_biases_of_experts_are_read_and_those_of_routers_are_not(tmp_path: Path) -> None:
+    changes = ({"router": "softmax after top-k, biases"}, {"router": "sigmoid, score bias"}, {})
+    biased, routed, plain = (
+        configuration(row) for row in read_table(written(tmp_path, *(EXPERTS | c for c in changes)))
+    )
+    assert (biased.model.expert_biases, routed.model.expert_biases) == (True, False)
+    none = predict(plain).seconds
+    assert predict(routed).seconds == none
+    added = predict(biased).seconds["memory_bound"] - none["memory_bound"]
+    moved = biased.accumulation * biased.model.layers * biased.model.expert_layers * expert_rows(biased)
+    speed = rates(biased.cluster.accelerator, biased.stack, biased.precision)
+    # Forward 28 bytes a number of the last bias in fp32, and 40 backward; 18 passes of 2 bytes over clamped halves.
+    assert added * speed.bandwidth == pytest.approx(moved * (68 * 4096 + 36 * 2048))
+
+
+def test_a_host_waits_for_numbers_of_rows_in_forward_alone(tmp_path: Path) -> None:
+    """With plain all-to-alls, where exchanges with kernels of their own let it run ahead."""
+    small = EXPERTS | {"moe_ffn": 256, "shared_ffn": 256, "act_ckpt": "none"}
+    plain, own = (configuration(row) for row in read_table(written(tmp_path, small, small | {"dispatcher": "deepep"})))
+    assert (plain.sorts_rows, own.sorts_rows) == (False, True)
+    waits, ahead = (predict(replace(plain, sorts_rows=sorts)).seconds["launch"] for sorts in (False, True))
+    forward = block_time(plain).forward
+    assert 0 < waits - ahead < plain.model.layers * min(forward.host, forward.device)
+
+
+def test_a_selective_checkpoint_launches_no_expert_again(tmp_path: Path) -> None:
+    policies = ("none", "selective", "selective-op", "full")
+    given = [
+        configuration(row) for row in read_table(written(tmp_path, *(EXPERTS | {"act_ckpt": p} for p in policies)))
+    ]
+    none, attention, half, full = (block_time(each).again.host for each in given)
+    dense = block_time(replace(given[1], model=replace(given[1].model, stacked=0))).again.host
+    assert none == 0 < attention == dense and 20 * attention < half == full

@@ -19,7 +19,8 @@ value width K, inner width I:
   each of these small kernels takes KERNEL besides. Where ranks share experts, the fullest gets more rows than the mean
   (`TrainingConfiguration.imbalance`).
 - Memory-bound work: passes over [T, H] and [T, I/t], counted for operators that are not fused; torch.compile fuses
-  most of them.
+  most of them. Biases of experts (`BIAS_PASSES`) are added outside of grouped products.
+- Launches: of a block, of its experts (`EXPERT_LAUNCH`) and of what a checkpoint runs again.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ TILE = 128
 WAVE = 0.35  # of a wave that the last one wastes
 INNER = 64  # k0
 LAUNCH = 6e-6  # seconds of a host for one kernel in eager mode
+# And for one of experts: between them lie collectives, copies to the host and loops in Python over experts.
+EXPERT_LAUNCH = 1e-5
 BACKWARD_LAUNCH = 0.8  # autograd's engine launches without Python between the operators
 FORWARD_KERNELS = {True: 40, False: 26}  # of a block, gated (with rotary positions) or not
 # Of a block's router, sorting, exchanges and weighting, with the wait for the numbers of rows, in launches.
 EXPERT_KERNELS = 200
 GROUP_PRODUCTS = 2  # launches of one expert's part of grouped products in 16 bits
 GROUP_KERNELS = 10  # of one expert's part of grouped products, whose libraries launch casts and products of each
-KERNEL = 2e-6  # seconds that a kernel takes beside its work: its start, and its last blocks
+KERNEL = 4e-6  # seconds that a kernel takes beside its work: its start, and its last blocks
 GRAPH_LAUNCH = 0.02  # of the launches, what is left where a CUDA graph makes them all
 COMPILED = 0.45  # share of the launches that are left
 ATTENTION_LENGTH = 256  # length at which it reaches half of that
@@ -60,6 +63,11 @@ PASSES = {
 # Over the rows of experts, each way: picked, sorted by expert behind the exchange, back again, and added up; where the
 # exchange's own kernels sort them, read from their buffers and written to them.
 EXPERT_PASSES, SORTED_PASSES = 9.0, 4.0
+# Forward and backward, where experts have biases: over the rows of [H], since the last bias is weighted like its row,
+# in fp32, and added, all joined and cast back (28 bytes a number forward, 40 backward); and over those of [I], whose
+# two halves are clamped, and joined again.
+BIAS_PASSES = (14.0, 20.0)
+CLAMP_PASSES = (8.0, 10.0)
 # Of activations, parameters and their gradients; 8 and 4 bits are those of products alone.
 BYTES = {
     "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2,
@@ -261,17 +269,29 @@ def _passes(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> 
     between = row / t if configuration.sequence_parallel else row
     inner = tokens * model.intermediate / t * speed.size / speed.bandwidth
     masks = 3.0 * between if configuration.dropout else 0.0
-    # Rows are sorted by expert, brought back, weighted and summed.
-    sorting = SORTED_PASSES if configuration.sorts_rows else EXPERT_PASSES * configuration.stack.sorting
-    sorting *= model.expert_layers * expert_rows(configuration) * model.hidden
-    masks += sorting * speed.size / speed.bandwidth
     norms, rotary, activation = PASSES[model.gated, configuration.compile or configuration.fused]
     copies = _region_copies(configuration)
+    of_rows = _row_passes(configuration, speed)
     forward, backward = (
-        norm * between + turn * row / t + act * inner + copied * row
-        for norm, turn, act, copied in zip(norms, rotary, activation, copies)
+        norm * between + turn * row / t + act * inner + copied * row + moved
+        for norm, turn, act, copied, moved in zip(norms, rotary, activation, copies, of_rows)
     )
     return forward + masks, backward + masks
+
+
+def _row_passes(configuration: TrainingConfiguration, speed: Rates) -> tuple[float, float]:
+    """(forward, backward) of what moves the rows of experts, the mean of the blocks.
+
+    Rows are sorted by expert, brought back, weighted and summed; some have biases added.
+    """
+    model = configuration.model
+    sorting = SORTED_PASSES if configuration.sorts_rows else EXPERT_PASSES * configuration.stack.sorting
+    rows = model.expert_layers * expert_rows(configuration) * speed.size / speed.bandwidth
+    forward, backward = (
+        (sorting + model.expert_biases * bias) * model.hidden + model.expert_biases * clamp * model.expert_width
+        for bias, clamp in zip(BIAS_PASSES, CLAMP_PASSES)
+    )
+    return rows * forward, rows * backward
 
 
 def _region_copies(configuration: TrainingConfiguration) -> tuple[float, float]:
@@ -289,17 +309,33 @@ def _region_copies(configuration: TrainingConfiguration) -> tuple[float, float]:
 
 def kernels_of_block(configuration: TrainingConfiguration) -> float:
     """Launches of one block's forward."""
+    return sum(_launches(configuration))
+
+
+def _launches(configuration: TrainingConfiguration) -> tuple[float, float]:
+    """(launches of a block's forward without its experts, those of its experts) that no CUDA graph makes."""
     model = configuration.model
-    launches = FORWARD_KERNELS[model.gated] * (COMPILED if configuration.compile or configuration.fused else 1.0)
+    left = max(GRAPH_LAUNCH, 1.0 - configuration.captured)
+    dense = FORWARD_KERNELS[model.gated] * (COMPILED if configuration.compile or configuration.fused else 1.0)
     of_groups = group_kernels(configuration) * model.experts / configuration.expert
-    launches += model.expert_layers * (EXPERT_KERNELS + of_groups)
-    return launches * max(GRAPH_LAUNCH, 1.0 - configuration.captured)
+    return left * dense, left * model.expert_layers * (EXPERT_KERNELS + of_groups)
 
 
-def _host(configuration: TrainingConfiguration) -> float:
-    return kernels_of_block(configuration) * LAUNCH * configuration.stack.launch
+def _host(configuration: TrainingConfiguration, experts: bool = True) -> float:
+    """Return the seconds of a host for a block's forward, with or without its `experts`."""
+    dense, of_experts = _launches(configuration)
+    return (dense * LAUNCH + experts * of_experts * EXPERT_LAUNCH) * configuration.stack.launch
 
 
+# Shares of a block's forward that a checkpoint runs again. Norms and activation are a quarter of the launches,
+# attention is a tenth; who keeps half of the products asks about every operator.
+AGAIN = {
+    "none": KernelWork(0.0, 0.0, 0.0, 0.0),
+    "full": KernelWork(1.0, 1.0, 1.0, 1.0),
+    "selective": KernelWork(0.0, 0.0, 1.0, 0.25),
+    "attention": KernelWork(0.0, 1.0, 0.0, 0.1),
+    "half": KernelWork(0.5, 0.0, 1.0, 1.0),
+}
 OPTIMIZER_BYTES = 34.0  # of an element: norm and Adam's update read and write them
 LOGIT_BYTES = (14.0, 12.0)  # forward: written, read and cast to fp32, log-softmax; backward: the same back
 
@@ -325,20 +361,13 @@ def recomputed_work(configuration: TrainingConfiguration, forward: KernelWork) -
 
     torch.utils.checkpoint without reentrant backward stops, since torch 2.1, once all that backward needs is there.
     """
-    shares = {
-        "none": (0.0, 0.0, 0.0),
-        "full": (1.0, 1.0, 1.0),
-        "selective": (0.0, 0.0, 1.0),
-        "attention": (0.0, 1.0, 0.0),
-        "half": (0.5, 0.0, 1.0),
-    }[configuration.checkpointing]
-    matmul, attention, memory_bound = (share * part for share, part in zip(shares, forward))
+    again = AGAIN[configuration.checkpointing]
+    work = KernelWork(*(share * part for share, part in zip(again, forward)))
     if configuration.checkpointing == "full" and configuration.stack.stops_early:
-        matmul -= _last_product(configuration)
-    host = forward.host if configuration.checkpointing != "none" else 0.0
-    return KernelWork(matmul, attention, memory_bound, host).times(
-        configuration.checkpointed * configuration.stack.recompute
-    )
+        work = work._replace(matmul=work.matmul - _last_product(configuration))
+    if configuration.checkpointing in ("selective", "attention"):  # which leave experts alone
+        work = work._replace(host=again.host * _host(configuration, experts=False))
+    return work.times(configuration.checkpointed * configuration.stack.recompute)
 
 
 def _last_product(configuration: TrainingConfiguration) -> float:

@@ -41,9 +41,9 @@ KEPT = 1.3e9  # bytes a second that a rank hashes and writes into its host's mem
 STRAGGLERS = 0.006  # a step waits for the slowest node; so much more with each doubling of the nodes
 FULL = 0.9  # of the memory, from which an allocator has to free before it can allocate
 HOST = 4.0  # exponent that joins host and accelerator
-# Where the host waits in each block for the numbers of experts' rows, and runs ahead no more: of an exchange with
-# kernels of its own, and of plain all-to-alls, between whose parts the host sorts.
-COUNTED_HOST = {True: 2.0, False: 1.5}
+# And in a forward with plain all-to-alls of experts' rows: the host waits for their numbers in each block, and runs
+# ahead no more. Backward knows them, and exchanges with kernels of their own hand them over early.
+COUNTED_HOST = 1.5
 
 
 def predict(configuration: TrainingConfiguration) -> Prediction:
@@ -159,9 +159,18 @@ def _launch(configuration: TrainingConfiguration, layer: BlockTime, ends: Kernel
     device = blocks * layer.device + ends.device
     host = blocks * layer.host + ends.host
     host += blocks * message_waits(configuration)
-    waiting = configuration.expert > 1 and configuration.captured < 1.0 and not configuration.drops_rows
-    exponent = COUNTED_HOST[configuration.sorts_rows] if waiting else HOST
-    return overlapped_seconds(device, host, exponent) - device
+    busy, launched = (blocks * part for part in _counted(configuration, layer))
+    counted = overlapped_seconds(busy, launched, COUNTED_HOST)
+    return counted + overlapped_seconds(device - busy, host - launched, HOST) - device
+
+
+def _counted(configuration: TrainingConfiguration, layer: BlockTime) -> tuple[float, float]:
+    """(accelerator's, host's) seconds of a block in which the host waits for the numbers of experts' rows."""
+    known = configuration.captured == 1.0 or configuration.sorts_rows or configuration.drops_rows
+    if configuration.expert == 1 or known:
+        return 0.0, 0.0
+    work = layer.forward.plus(layer.again) if configuration.checkpointing == "full" else layer.forward
+    return work.device + layer.traffic[Axis.EXPERT] / 2, work.host
 
 
 def _stalls(configuration: TrainingConfiguration, full: bool) -> float:

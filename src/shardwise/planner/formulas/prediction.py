@@ -59,7 +59,8 @@ class ModelShape:
     does not go through; `intermediate` is then the width of all that it goes through. Of a block, `stacked` counts the
     parameters of experts that ranks can share; they are `experts` of width `expert_width`, and a token goes to
     `experts_of_token` of them, with an exchange of rows for each of `expert_stacks` in turn. These are in
-    `groups_of_token` of `expert_groups` (arXiv 2412.19437, section 2.1.2). `windowed` is the share of the blocks whose
+    `groups_of_token` of `expert_groups` (arXiv 2412.19437, section 2.1.2). `expert_biases`: their products have biases,
+    and what is multiplied is clamped (gpt-oss, arXiv 2508.10925). `windowed` is the share of the blocks whose
     attention looks back `window` tokens.
     """
 
@@ -82,6 +83,7 @@ class ModelShape:
     expert_stacks: float = 1.0
     expert_groups: int = 1
     groups_of_token: int = 1
+    expert_biases: bool = False
     stacked: int = 0
     latent: LatentAttention | None = None
     window: int = 0

@@ -20,6 +20,7 @@ from shardwise.planner.published.calibrate_solve import RobustSum, minimum
 from shardwise.planner.published.calibrate_spread import STRANGER_ROWS, USUAL, USUAL_ROWS, Prior, probed
 
 ADJUSTED = ("matmul", "attention", "overlap", "network", "tensor_exposed")
+WEIGHT = 2.0  # of a row: half of that in a fit of many, for one row in three may be odd
 WIDTH = 0.02  # of a difference, of logarithms
 
 
@@ -54,7 +55,7 @@ def _fitted(own: Sequence[Sample], constants: Constants) -> Stack:
         return np.stack([(errors(one) - now) / WIDTH for one in moved], axis=1)
 
     sd = np.array([STACK_SD[name] for name in ADJUSTED])
-    wanted = RobustSum(np.full(len(own), 4.0), TOLERANCE, sd, np.full(len(ADJUSTED), -math.inf))
+    wanted = RobustSum(np.full(len(own), WEIGHT), TOLERANCE, sd, np.full(len(ADJUSTED), -math.inf))
     return departed(minimum(errors, slopes, wanted)[0])
 
 

@@ -56,6 +56,7 @@ def _experts(row: Row, width: int, gated: bool) -> dict[str, Any]:
         "experts_of_token": chosen,
         "expert_width": inner,
         "stacked": one * experts * sparse // layers,
+        "expert_biases": re.search(r"\bbiases\b", row.text.get("router", "").lower()) is not None,
         **_groups(row),
     }
 
