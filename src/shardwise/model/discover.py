@@ -278,11 +278,15 @@ def _coupling(
     norms = is_pretrained and any(isinstance(module, BATCH_NORMS) for module in model.modules())
     return {
         "drops_by_microbatch": _drops_by_microbatch(model, job, forward, example),
-        "couples_rows": _takes_shares(config)
-        or (is_pretrained and family_of(str(model.config.model_type)).couples_rows),
+        "couples_rows": _takes_shares(config) or _counts_over_rows(model),
         "keeps_statistics": norms,
         "draws_numbers": is_pretrained and forward.draws_on_activations,
     }
+
+
+def _counts_over_rows(model: Any) -> bool:
+    """Tell whether the family's record says that rows of a microbatch change each other's numbers."""
+    return isinstance(model, PreTrainedModel) and family_of(str(model.config.model_type)).couples_rows
 
 
 def _takes_shares(config: Any) -> bool:
