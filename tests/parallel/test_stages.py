@@ -65,6 +65,14 @@ class Scaled(DroppedAtRandom):
         return x
 
 
+class Coded(Stack):
+    """Blocks up to a code, to which no gradient comes, and blocks behind it."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        codes = self.blocks[1](self.blocks[0](x)).argmax(-1, keepdim=True)
+        return self.blocks[2](self.blocks[2](x * codes.to(x.dtype)))  # twice: only a trace can cut this
+
+
 def _facts(module: Stack, job: Job) -> ModelFacts:
     return cut_by_trace(module, discover(module, job, EXAMPLE), 8, EXAMPLE)
 
@@ -144,3 +152,10 @@ def test_nor_is_it_traced() -> None:
     with torch.device("meta"):
         answer = _facts(Scaled(), _job()).supports(Axis.PIPELINE)
     assert not answer.ok and "its trace cannot be cut either" in answer.reason
+
+
+def test_weights_without_a_gradient_ahead_of_a_cut_of_the_trace_are_refused() -> None:
+    with torch.device("meta"):
+        facts = _facts(Coded(), _job())
+    reason = facts.supports(Axis.PIPELINE).reason
+    assert "no gradient comes to blocks.0." in reason and "one of zeros" in reason

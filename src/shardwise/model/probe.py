@@ -48,7 +48,7 @@ from shardwise.model.known_values import KnownValues
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.parameter_writes import ForwardEffects, ParameterWrites
 from shardwise.model.process_numbers import process_numbers_kept
-from shardwise.model.stage_cut import ExecutionOrder
+from shardwise.model.stage_cut import ExecutionOrder, leaves_of_graph
 from shardwise.model.user_state import tensors_in, user_namespaces, user_state_kept
 
 Result = TypeVar("Result")
@@ -292,6 +292,28 @@ def _smallest(module: nn.Module, name: str, calls: Sequence[str]) -> list[str]:
 
 def _holds_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
+
+
+def parameters_without_gradient(model: nn.Module, inputs: Mapping[str, Any]) -> frozenset[str]:
+    """Return trained parameters from which no differentiable way leads to the output, such as those behind an argmax.
+
+    None where the model cannot run.
+    """
+    recorded, missed = copy_to_probe(model), set[str]()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def begin(module: nn.Module, args: Any) -> None:
+        for name, fake in module.named_parameters():
+            fake.requires_grad_(name in trained)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        reached = leaves_of_graph(getattr(output, "logits", output))
+        missed.update(name for name, fake in module.named_parameters() if name in trained and id(fake) not in reached)
+
+    recorded.register_forward_pre_hook(begin)
+    recorded.register_forward_hook(end)
+    try_devices(lambda device, dtype: run_on_fakes(recorded, inputs, device, dtype))
+    return frozenset(missed)
 
 
 def arguments_to_cast(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -220,6 +220,19 @@ def _nodes(output: Any) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
+def leaves_of_graph(output: Any) -> set[int]:
+    """Return the tensors, by identity, to which autograd would bring a gradient of the output."""
+    nodes, visited, leaves = _nodes(output), set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        leaves.add(id(getattr(node, "variable", None)))
+        nodes.extend(earlier for earlier, _ in node.next_functions)
+    return leaves
+
+
 def encoder_of(model: nn.Module, lists: Sequence[Sequence[str]]) -> str:
     """Return the name of the stack of the first of two lists of blocks, in transformers' encoder-decoders; else ""."""
     two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

@@ -9,7 +9,7 @@ could be split, checkpointed or replaced: what does that is refused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, refused
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.forward_failures import UntraceableError, failure_reason
-from shardwise.model.probe import token_inputs, units_in_order
+from shardwise.model.probe import parameters_without_gradient, token_inputs, units_in_order
 from shardwise.model.trace import ForwardTrace, trace
 
 TRACED = refused("stages of this model are cut from its traced forward, in which there are no modules any more")
@@ -48,6 +48,7 @@ def cut_by_trace(
         return facts  # there is nothing to cut apart
     try:
         traced = trace(model, order[1:], inputs, torch.device("cpu"), (DTYPE, DTYPE), order)
+        _check_gradients(traced, parameters_without_gradient(model, inputs))
         stages = _stages(facts, traced)
         widest = max(boundary_elements(traced, piece) for piece in range(1, len(traced.pieces)))
     except Exception as error:  # torch raises anything where it cannot trace
@@ -70,6 +71,17 @@ def cut_by_trace(
         attention_kernels=TRACED,
         fusible={},
     )
+
+
+def _check_gradients(traced: ForwardTrace, without: Collection[str]) -> None:
+    """Refuse weights ahead of a cut to which no gradient comes: zeros would come over it, and the optimizer decay them.
+
+    Raises:
+        UntraceableError: there are such.
+    """
+    lost = (name for piece in traced.pieces[:-1] for name in piece.state if name in without)
+    if name := next(lost, ""):
+        raise UntraceableError(f"no gradient comes to {name}, and behind a cut it would be one of zeros")
 
 
 def _as_tried(value: Any) -> Any:

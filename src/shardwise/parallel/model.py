@@ -225,10 +225,10 @@ class ParallelModel:
     def _shape_stages(self, microbatch: Any) -> None:
         """Make stages ready for what travels between them in microbatches like this one, where lengths change.
 
-        A model with towers takes rows of the length that its images need.
+        A model with images takes rows of the length that these need, and a data set of one's own may give any.
         """
         ids = microbatch.inputs.get("input_ids")  # a loop of one's own may bring others
-        changes = self.plan.sequence_lengths.grow or self.facts.stages.towers
+        changes = self.plan.sequence_lengths.grow or self.facts.takes_token_ids
         if self.pipeline is not None and changes and ids is not None:
             self.pipeline.reshape(len(ids), self.plan.positions_of(ids.shape[1]))
 
