@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -74,14 +75,24 @@ def cut_by_trace(
 
 
 def _check_gradients(traced: ForwardTrace, without: Collection[str]) -> None:
-    """Refuse weights ahead of a cut to which no gradient comes: zeros would come over it, and the optimizer decay them.
+    """Refuse weights to which no gradient comes and whose values cross a cut: zeros would come back, not nothing.
 
     Raises:
-        UntraceableError: there are such.
+        UntraceableError: there are such, which the optimizer would decay.
     """
-    lost = (name for piece in traced.pieces[:-1] for name in piece.state if name in without)
-    if name := next(lost, ""):
-        raise UntraceableError(f"no gradient comes to {name}, and behind a cut it would be one of zeros")
+    for number in range(len(traced.pieces) - 1):
+        if lost := sorted(_sent(traced, number).intersection(without)):
+            raise UntraceableError(f"no gradient comes to {lost[0]}, and behind a cut it would be one of zeros")
+
+
+def _sent(traced: ForwardTrace, number: int) -> set[str]:
+    """Return the weights and buffers of a piece on which what it sends over the cut behind it depends."""
+    piece, crossing = traced.pieces[number], traced.crossing(number + 1)
+    sources: dict[Any, set[str]] = {}
+    for node, name in zip_longest(piece.run.graph.nodes, piece.state):
+        sources[node] = set().union({name} if name else (), *(sources[given] for given in node.all_input_nodes))
+    outputs = next(node for node in piece.run.graph.nodes if node.op == "output").args[0]
+    return set().union(*(sources[node] for place, node in enumerate(outputs) if (number, place) in crossing))
 
 
 def _as_tried(value: Any) -> Any:
