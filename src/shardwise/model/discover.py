@@ -571,11 +571,11 @@ def find_block_lists(model: nn.Module) -> list[list[str]]:
 
 
 def _called_modules(name: str, block: nn.Module) -> list[str]:
-    """Return the block's name, or for a bare list, or what else has no forward, the names of what is in it.
+    """Return the block's name, or for a bare list, or a bare `nn.Module`, the names of what is in it.
 
     A model of `for attend, feed in layers` never calls the lists, so that nothing can be done around them.
     """
-    if type(block).forward is not nn.Module.forward:
+    if not isinstance(block, (nn.ModuleList, nn.ModuleDict)) and type(block) is not nn.Module:
         return [name] if _count([block]) else []
     return [inner for key, child in block.named_children() for inner in _called_modules(f"{name}.{key}", child)]
 

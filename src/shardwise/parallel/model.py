@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.collectives.names import CollectiveName, group_name, is_of_collective, ranks_in_step
 from shardwise.collectives.rank_record import mark_phase
 from shardwise.collectives.tensor import sum_together
+from shardwise.errors import ModelError
 from shardwise.job.axes import Axis, data_axes
 from shardwise.job.objects import user_code
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
@@ -43,6 +44,11 @@ from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
 
 UNUSED_PARAMETERS = CollectiveName("unused parameters", "world", "all_reduce")
+
+
+def _shapes_of(inputs: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the shapes of a forward's arguments, by name."""
+    return tuple((name, tuple(value.shape)) for name, value in inputs.items() if isinstance(value, Tensor))
 
 
 def with_gradient(output: Tensor) -> Tensor:
@@ -206,7 +212,7 @@ class ParallelModel:
             return loss if seed is None else loss * seed.to(loss.dtype)
 
         self._shape_stages(microbatches[0])
-        self.prepare(objective.inputs(microbatches[0]))
+        self._prepare_all([objective.inputs(microbatch) for microbatch in microbatches])
         if routers is not None:
             routers.begin(self._own_sequences(microbatches) if routers.local is not None else 0)
             if routers.needs_totals and (len(microbatches) > 1 or self.pipeline is not None):
@@ -296,7 +302,7 @@ class ParallelModel:
                 at_end(microbatch, output)
                 return torch.zeros((), device=self.device)
 
-        self.prepare(objective.inputs(microbatches[0]))
+        self._prepare_all([objective.inputs(microbatch) for microbatch in microbatches])
         self.drive(work, len(microbatches), backward=False)
         self.reshard()
 
@@ -316,6 +322,25 @@ class ParallelModel:
                 bias = buffers.get(self.facts.router_biases.get(stack, ""))
                 if bias is not None:
                     bias.copy_(updated_bias(bias, routed, rate))
+
+    def _prepare_all(self, microbatches: Sequence[dict[str, Any]]) -> None:
+        """Let stages see the inputs of all microbatches, the first one last.
+
+        Raises:
+            ModelError: what travels between stages would be of several sizes, for which a schedule has no room.
+        """
+        boundaries = [part.boundary for part in self.parts if part.boundary is not None]
+        if boundaries and self.facts.stages.has_flat_boundaries:
+            sizes = set()
+            for inputs in {_shapes_of(inputs): inputs for inputs in microbatches}.values():
+                self.prepare(inputs)
+                sizes.add(tuple(boundary.shapes for boundary in boundaries))
+            if len(sizes) > 1:
+                raise ModelError(
+                    f"microbatches of {self.facts.definition} send between stages what is of {len(sizes)} sizes; give "
+                    "images of one size, or use pipeline_parallel_degree 1"
+                )
+        self.prepare(microbatches[0])
 
     def prepare(self, inputs: dict[str, Any]) -> None:
         """Let traced stages see what the model is about to be called with."""

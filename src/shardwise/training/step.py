@@ -184,7 +184,6 @@ def train_step(
     batches = weighted(batches, normalisation)
     samples = round(sum(float(batch.count()) for batch in batches))
     control = exchange_control(model, ControlMessage(labels, samples, int(stop), int(failed), data_hash))
-
     model.scale_router_losses(scaler.scale)
     optimizer.begin(scaler.scale)
     seed = control.seed(model, scaler.scale)
@@ -193,7 +192,6 @@ def train_step(
     agreed, counts = sums.control, sums.control.counts
     if step == 0:
         _check_count(round(sums.counted), counts.samples)
-
     skipped, scale = counts.tokens == 0 or not math.isfinite(sums.norm), scaler.scale
     if not skipped:
         _rescale(optimizer, sums.norm, scale, model.plan.job.optimizer.clip_norm)
