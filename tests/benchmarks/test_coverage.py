@@ -159,3 +159,24 @@ def test_cells_of_the_page_are_what_a_run_gives(world_pool: WorldPool, tmp_path:
         names = [layout for layout, word in said.items() if word]
         cells = coverage.cells_of(world_pool, tmp_path, "causal_lm", model_type, names)
         assert {cell.layout: SHOWN.get(cell.outcome) for cell in cells} == {name: said[name] for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type, outcome, reason",
+    [
+        ("fuyu", "agrees", ""),  # rows of another length than data.sequence_length
+        (
+            "inkling2",
+            "refused late",
+            "send between stages what is of 2 sizes",
+        ),  # of images
+    ],
+)
+def test_rows_of_a_data_set_have_a_length_of_their_own_on_stages(
+    world_pool: WorldPool, tmp_path: Path, model_type: str, outcome: str, reason: str
+) -> None:
+    """Both hung: a stage waited for what the stage before did not send."""
+    coverage.write_corpora(tmp_path)
+    [cell] = coverage.cells_of(world_pool, tmp_path, "image_text_to_text", model_type, ["pipeline 2"])
+    assert cell.outcome == outcome and reason in cell.reason
