@@ -154,14 +154,9 @@ class ExecutionOrder:
         self._settle_towers()
         output = getattr(output, "logits", output)
         self.shortcut = next((self._made[id(value)][1] for value in walk(output) if id(value) in self._made), "")
-        reached, visited = _nodes(output), set(self._last_made)
-        while reached and not self.shortcut:
-            node = reached.pop()
-            if node is None or node in visited:
-                continue
-            visited.add(node)
-            self.shortcut = self._makers.get(node, "")
-            reached.extend(earlier for earlier, _ in node.next_functions)
+        if not self.shortcut:
+            makers = (self._makers.get(node, "") for node in _graph_behind(output, self._last_made))
+            self.shortcut = next(filter(None, makers), "")
         for kept in (self._made, self._makers, self._last_made):
             kept.clear()  # tensors and graphs of the forward
 
@@ -220,17 +215,19 @@ def _nodes(output: Any) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
+def _graph_behind(output: Any, end: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of autograd's graph that lead to an output, each once, and none from `end` on."""
+    nodes, visited = _nodes(output), {None, *end}
+    while nodes:
+        if (node := nodes.pop()) not in visited:
+            visited.add(node)
+            yield node
+            nodes.extend(earlier for earlier, _ in node.next_functions)
+
+
 def leaves_of_graph(output: Any) -> set[int]:
     """Return the tensors, by identity, to which autograd would bring a gradient of the output."""
-    nodes, visited, leaves = _nodes(output), set[Any](), set[int]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        leaves.add(id(getattr(node, "variable", None)))
-        nodes.extend(earlier for earlier, _ in node.next_functions)
-    return leaves
+    return {id(node.variable) for node in _graph_behind(output) if hasattr(node, "variable")}
 
 
 def encoder_of(model: nn.Module, lists: Sequence[Sequence[str]]) -> str:

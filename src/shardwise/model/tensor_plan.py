@@ -300,26 +300,21 @@ def _matched(model: PreTrainedModel, rules: SplitRules) -> dict[str, TensorSplit
     for rule, split in rules.items():
         split = replace(split, key_value=split.kind == "column" and rule.rpartition(".")[2] in KEY_VALUE)
         splits |= {name: _with_dim(part, split) for name, part in _named_by(model, rule)}
-    lone = set(_lone_rows(rules, splits))
+    lone = set(_lone_rows(model, rules, splits))
     return {name: split for name, split in splits.items() if name not in lone}
 
 
-def _lone_rows(rules: SplitRules, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
+def _lone_rows(model: PreTrainedModel, rules: SplitRules, splits: Mapping[str, TensorSplit]) -> Iterator[str]:
     """Yield the row modules that stand without the column modules which the plan has beside them elsewhere.
 
     In a hybrid the mixers of some layers may have an output projection of that name alone (GLM-5's linear attention).
     """
-    columns = {rule.rpartition(".")[0] for rule, split in rules.items() if split.kind == "column"}
+    of_columns = {rule.rpartition(".")[0] for rule, split in rules.items() if split.kind == "column"}
+    expected = {name for rule in of_columns for name, _ in _named_by(model, rule)}
     owners = {name.rpartition(".")[0] for name, split in splits.items() if split.kind == "column"}
     for name, split in splits.items():
-        owner = name.rpartition(".")[0]
-        if split.kind == "row" and owner not in owners and any(_ends_as(owner, rule) for rule in columns):
+        if split.kind == "row" and name.rpartition(".")[0] in expected - owners:
             yield name
-
-
-def _ends_as(name: str, rule: str) -> bool:
-    """Tell whether a rule with numbers left open, of the base model, may name a module."""
-    return re.fullmatch(r"(?:.*\.)?" + re.escape(rule).replace(r"\*", r"\d+"), name) is not None
 
 
 def _with_dim(module: Any, split: TensorSplit) -> TensorSplit:

@@ -212,7 +212,7 @@ class ParallelModel:
             return loss if seed is None else loss * seed.to(loss.dtype)
 
         self._shape_stages(microbatches[0])
-        self._prepare_all([objective.inputs(microbatch) for microbatch in microbatches])
+        self._prepare_for(objective, microbatches)
         if routers is not None:
             routers.begin(self._own_sequences(microbatches) if routers.local is not None else 0)
             if routers.needs_totals and (len(microbatches) > 1 or self.pipeline is not None):
@@ -302,7 +302,7 @@ class ParallelModel:
                 at_end(microbatch, output)
                 return torch.zeros((), device=self.device)
 
-        self._prepare_all([objective.inputs(microbatch) for microbatch in microbatches])
+        self._prepare_for(objective, microbatches)
         self.drive(work, len(microbatches), backward=False)
         self.reshard()
 
@@ -323,24 +323,26 @@ class ParallelModel:
                 if bias is not None:
                     bias.copy_(updated_bias(bias, routed, rate))
 
-    def _prepare_all(self, microbatches: Sequence[dict[str, Any]]) -> None:
-        """Let stages see the inputs of all microbatches, the first one last.
+    def _prepare_for(self, objective: Objective, microbatches: Sequence[Any]) -> None:
+        """Let stages see the inputs of some microbatches, each shape of them once.
 
         Raises:
             ModelError: what travels between stages would be of several sizes, for which a schedule has no room.
         """
         boundaries = [part.boundary for part in self.parts if part.boundary is not None]
-        if boundaries and self.facts.stages.has_flat_boundaries:
-            sizes = set()
-            for inputs in {_shapes_of(inputs): inputs for inputs in microbatches}.values():
+        if not boundaries or not self.facts.stages.has_flat_boundaries:
+            return
+        shapes, sizes = set(), set()
+        for inputs in map(objective.inputs, microbatches):
+            if (own := _shapes_of(inputs)) not in shapes:
                 self.prepare(inputs)
-                sizes.add(tuple(boundary.shapes for boundary in boundaries))
-            if len(sizes) > 1:
-                raise ModelError(
-                    f"microbatches of {self.facts.definition} send between stages what is of {len(sizes)} sizes; give "
-                    "images of one size, or use pipeline_parallel_degree 1"
-                )
-        self.prepare(microbatches[0])
+                shapes.add(own)
+                sizes.add(tuple((boundary.shapes, boundary.input_shapes) for boundary in boundaries))
+        if len(sizes) > 1:
+            raise ModelError(
+                f"microbatches of {self.facts.definition} send between stages what is of {len(sizes)} sizes; give rows "
+                "and images of one size, or use pipeline_parallel_degree 1"
+            )
 
     def prepare(self, inputs: dict[str, Any]) -> None:
         """Let traced stages see what the model is about to be called with."""

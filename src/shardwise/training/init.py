@@ -235,9 +235,8 @@ def _draw(
                     with _users_initializer(model, module):
                         run_initializer(root, name)
         for key, whole in wholes.items():
-            if (
-                key in constructed and not constructed[key].is_meta
-            ):  # where a constructor swaps parameters, none is known
+            # A constructor may have swapped the parameter that was to have values for another one.
+            if key in constructed and not constructed[key].is_meta:
                 whole.copy_(constructed[key])
             is_given = key in given or model.plan.job.model.path is not None  # else in the directory's files
             if _has_unset(whole) and not is_given:
