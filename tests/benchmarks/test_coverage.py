@@ -163,20 +163,16 @@ def test_cells_of_the_page_are_what_a_run_gives(world_pool: WorldPool, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type, outcome, reason",
+    "model_type",
     [
-        ("fuyu", "agrees", ""),  # rows of another length than data.sequence_length
-        (
-            "inkling2",
-            "refused late",
-            "send between stages what is of 2 sizes",
-        ),  # of images
+        "fuyu",  # rows of another length than data.sequence_length
+        "inkling2",  # microbatches with images of two sizes: what crosses its cuts is of two sizes
     ],
 )
 def test_rows_of_a_data_set_have_a_length_of_their_own_on_stages(
-    world_pool: WorldPool, tmp_path: Path, model_type: str, outcome: str, reason: str
+    world_pool: WorldPool, tmp_path: Path, model_type: str
 ) -> None:
     """Both hung: a stage waited for what the stage before did not send."""
     coverage.write_corpora(tmp_path)
     [cell] = coverage.cells_of(world_pool, tmp_path, "image_text_to_text", model_type, ["pipeline 2"])
-    assert cell.outcome == outcome and reason in cell.reason
+    assert (cell.outcome, cell.reason) == ("agrees", "")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.activations import GELUTanh, NewGELUActivation
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model, constructed_parameters, load_config, parameters_on_meta
 from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.toy_inputs import toy_of_files
 from tests.model import toys
 
 
@@ -256,6 +257,17 @@ def test_broken_factories(name: str, expected: str) -> None:
 
 def test_factory_with_wrong_arguments() -> None:
     assert "unexpected keyword argument 'depth'" in _message(toys.factory_job("tokens", factory_arguments={"depth": 3}))
+
+
+@pytest.mark.skipif("apertus1p5" not in CONFIG_MAPPING, reason="this transformers has no Apertus 1.5")
+def test_what_is_computed_from_a_constructor_s_parameter_has_values() -> None:
+    """A weight norm takes direction and length off the weight of a convolution, which is gone then."""
+    config, _ = toy_of_files("image_text_to_text", "apertus1p5")
+    job = Job.model_validate({"model": {"config": config, "task": "image_text_to_text"}, "data": {"path": "text"}})
+    weight = "model.audio_tokenizer.encoder.layers.0.conv.parametrizations.weight.original"
+    made = constructed_parameters(job, [f"{weight}0", f"{weight}1"])
+    length, direction = made[f"{weight}0"], made[f"{weight}1"]
+    assert torch.equal(length, torch.norm_except_dim(direction, 2, 0)) and length.any()
 
 
 def test_a_parameter_that_is_replaced_shifts_no_numbers(tmp_path: Path) -> None:

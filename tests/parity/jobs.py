@@ -192,16 +192,18 @@ def tensor_job(
 
 
 class Pairs:
-    """Token sequences for an encoder and a decoder, with labels."""
+    """Token sequences for an encoder and a decoder, with labels; with `uneven` each is one longer than that before."""
 
-    def __init__(self, size: int = 64) -> None:
+    def __init__(self, size: int = 64, uneven: bool = False) -> None:
         self.ids = torch.randint(1, VOCABULARY, (size, 3, LENGTH - 3), generator=torch.Generator().manual_seed(3))
+        self.uneven = uneven
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return dict(zip(("input_ids", "decoder_input_ids", "labels"), self.ids[index], strict=True))
+        ids = self.ids[index, :, : 3 + index % (LENGTH - 6)] if self.uneven else self.ids[index]
+        return dict(zip(("input_ids", "decoder_input_ids", "labels"), ids, strict=True))
 
 
 def make_t5(dropout: float, tied: bool, gated: bool, blocks: tuple[int, int] = (2, 2)) -> nn.Module:
@@ -304,21 +306,24 @@ class Regression(nn.Module):
 
 def squared_error(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
     """(sum over the counted samples, how many)."""
-    each = (output - batch.labels).square().mean(-1)
+    each = (output - batch.labels).square().flatten(1).mean(-1)
     return (each * batch.counted).sum(), batch.counted.sum()
 
 
 class Points:
-    """A map-style data set."""
+    """A map-style data set; with `lengths` of as many points a sample in turn."""
 
-    def __init__(self, size: int = 64, width: int = 6) -> None:
-        self.x = torch.randn(size, width, generator=torch.Generator().manual_seed(3))
+    def __init__(self, size: int = 64, width: int = 6, lengths: Sequence[int] = ()) -> None:
+        self.x = torch.randn(size, max(lengths, default=1), width, generator=torch.Generator().manual_seed(3))
+        self.lengths = lengths
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": self.x[index], "labels": self.x[index].roll(1)}
+        points = self.x[index]
+        x = points[: self.lengths[index % len(self.lengths)]] if self.lengths else points[0]
+        return {"x": x, "labels": x.roll(1, -1)}
 
 
 def make_module_job(directory: str | Path, **sections: dict[str, Any]) -> Job:

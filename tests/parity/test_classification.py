@@ -21,7 +21,7 @@ from shardwise.data.order import order
 from shardwise.errors import ModelError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
-from shardwise.testing.world import WorldPool
+from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.objectives.classification import accuracy_and_f1
 from shardwise.training.session import Session
 from tests.parity.jobs import check_agrees
@@ -74,6 +74,14 @@ class Labelled:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.ids[index], "attention_mask": self.mask[index], "labels": self.labels[index]}
+
+
+class Unpadded(Labelled):
+    """The same without the padding."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = int(self.mask[index].sum())
+        return {name: value[:length] if value.dim() else value for name, value in super().__getitem__(index).items()}
 
 
 def class_job(family: str, task: str, tmp_path: Path, padding: int | None = PAD, **sections: Any) -> Job:
@@ -167,6 +175,21 @@ def check(world_pool: WorldPool, tmp_path: Path, family: str, task: str, layout:
 @pytest.mark.parametrize("task", AUTO)
 def test_classes_on_every_layout(world_pool: WorldPool, tmp_path: Path, task: str, family: str, layout: str) -> None:
     check(world_pool, tmp_path, family, task, layout)
+
+
+UNPADDED = {"training": {"microbatch_size": 1}, "data": {"factory": f"{__name__}:Unpadded"}}
+
+
+def test_rows_of_lengths_of_their_own_agree_with_one_process(world_pool: WorldPool, tmp_path: Path) -> None:
+    check_agrees(world_pool, 2, class_job("bert", "token_classification", tmp_path, **UNPADDED))
+
+
+def test_on_stages_all_ranks_are_told_that_rows_differ_in_length(world_pool: WorldPool, tmp_path: Path) -> None:
+    job = class_job("bert", "token_classification", tmp_path, **UNPADDED, parallel={"pipeline_parallel_degree": 2})
+    with pytest.raises(WorldError) as caught:
+        world_pool.run(2, trained, job)
+    for report in caught.value.reports.values():
+        assert "input_ids of several shapes" in report.text and "use pipeline_parallel_degree 1" in report.text
 
 
 def test_accuracy_and_f1() -> None:

@@ -30,6 +30,8 @@ TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
 SHARD: dict[str, Any] = {"sharded_data_parallel_degree": 2}
 FLAN: dict[str, Any] = {"tied": False, "gated": True}
 UNEVEN = {"sequences_per_step": 7, "microbatch_size": 2}
+SINGLE = {"sequences_per_step": 8, "microbatch_size": 1}
+LENGTHS = {"data": {"factory": "tests.parity.jobs:Pairs", "factory_arguments": {"uneven": True}}, "training": SINGLE}
 TALL, LONG = {"blocks": (3, 2)}, {"blocks": (2, 3)}  # encoder and decoder
 
 
@@ -47,6 +49,8 @@ CASES = [
 SLOW: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel": {**TWO, **at(0, 1, 1, 1, 1, encoder=3)}, **TALL}),
     (4, {"parallel": {**TWO, **TENSOR}, **TALL}),
+    (4, {"parallel": {**TWO, **TENSOR}, **TALL, **LENGTHS}),  # each microbatch sends what is of another size
+    (4, {"parallel": FOUR, **TALL, **LENGTHS}),
     (4, {"parallel": {**FOUR, "pipeline": "simple"}, **TALL, **FLAN}),
     (4, {"parallel": {**TWO, **SHARD}, **TALL}),
     (4, {"parallel": {**TWO, "shard_optimizer_state": True}, **LONG}),

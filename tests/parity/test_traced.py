@@ -85,6 +85,28 @@ def test_agrees_with_one_process(
     check_agrees(world_pool, ranks, traced_job(corpora, name, **settings))
 
 
+LENGTHS: dict[str, Any] = {
+    "data": {"factory_arguments": {"lengths": [2, 5, 1]}},
+    "training": {"sequences_per_step": 8, "microbatch_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "ranks, name, parallel",
+    [
+        (3, "SkipNet", {"pipeline_parallel_degree": 3}),
+        pytest.param(4, "Interleaved", {**TWO, **SHARDED}, marks=pytest.mark.slow),
+        pytest.param(2, "Everywhere", {**TWO, "pipeline": "simple"}, marks=pytest.mark.slow),
+        pytest.param(2, "SkipNet", {**TWO, "virtual_pipeline_degree": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_of_several_sizes_agree(
+    world_pool: WorldPool, corpora: Path, ranks: int, name: str, parallel: dict[str, Any]
+) -> None:
+    """What crosses a cut is of another size in each microbatch; all of it travels in the room of the largest."""
+    check_agrees(world_pool, ranks, traced_job(corpora, name, parallel=parallel, **LENGTHS))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, name, parallel",

@@ -337,7 +337,10 @@ def constructed_parameters(job: Job, names: Collection[str]) -> dict[str, Tensor
     order: dict[int, tuple[int, nn.Parameter]] = {}  # by id: its number, and itself, or another could have its id
     config, section = load_config(job), job.model
     known = _from_config(config, section, partial(_with_real_buffers, registered=partial(_note_order, order)))
-    numbers = {order[id(parameter)][0] for name, parameter in known.named_parameters() if name in names}
+    wanted = {id(parameter) for name, parameter in known.named_parameters() if name in names}
+    if any(".parametrizations." in name for name in names):  # computed from parameters that modules had before
+        wanted |= order.keys() - {id(parameter) for parameter in known.parameters()}
+    numbers = {order[parameter][0] for parameter in wanted}
     model = _from_config(config, section, partial(_with_real_buffers, real=numbers))
     return {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
 

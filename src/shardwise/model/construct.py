@@ -187,13 +187,15 @@ def parameters_on_meta(
     def to_meta(parameter: nn.Parameter) -> nn.Parameter:
         source, meta = moved.get(id(parameter), (None, None))
         if meta is None or source is None or source() is not parameter:  # an id may be reused after its owner died
-            meta = parameter if next(numbers) in real else meta_parameter(parameter)
+            # Numbered too if it was computed from one on meta: in another run that one may be real.
+            stays = next(numbers) in real or parameter.device.type == "meta"
+            meta = parameter if stays else meta_parameter(parameter)
             moved[id(parameter)] = (weakref.ref(parameter), meta)
         return meta
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         given = param
-        if param is not None and not is_lazy(param) and param.device.type != "meta":
+        if param is not None and not is_lazy(param):
             param = to_meta(param)
         original(self, name, param)
         if registered is not None and given is not None and param is not None and not is_lazy(param):

@@ -42,6 +42,7 @@ from shardwise.parallel.tensor_map import ParameterEntry, TensorMap
 from shardwise.parallel.unit_use import UnitUse, compare_use
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
+from shardwise.words import listed
 
 UNUSED_PARAMETERS = CollectiveName("unused parameters", "world", "all_reduce")
 
@@ -87,6 +88,8 @@ class ModelPart:
         """Run the model's forward; `boundary_input` are the hidden states [B, S, H] of the stage before."""
         if self.boundary is not None:
             self.boundary.input = boundary_input
+            if self.boundary.room is not None and self.boundary.prepare is not None:
+                self.boundary.prepare(inputs)  # the step's microbatches differ in size
         return self.module(**inputs) if self.root_forward is None else self.root_forward(**inputs)
 
     def boundary_output(self) -> Tensor:
@@ -211,7 +214,7 @@ class ParallelModel:
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
-        self._shape_stages(microbatches[0])
+        self._shape_stages(microbatches)
         self._prepare_for(objective, microbatches)
         if routers is not None:
             routers.begin(self._own_sequences(microbatches) if routers.local is not None else 0)
@@ -228,15 +231,25 @@ class ParallelModel:
             routers.settle()
         return torch.stack(totals).sum(0)
 
-    def _shape_stages(self, microbatch: Any) -> None:
-        """Make stages ready for what travels between them in microbatches like this one, where lengths change.
+    def _shape_stages(self, microbatches: Sequence[Any]) -> None:
+        """Make stages ready for what travels between them in such microbatches, where lengths change.
 
         A model with images takes rows of the length that these need, and a data set of one's own may give any.
+
+        Raises:
+            ModelError: hidden states would be of several shapes, for which a schedule has no room.
         """
-        ids = microbatch.inputs.get("input_ids")  # a loop of one's own may bring others
+        ids = [microbatch.inputs.get("input_ids") for microbatch in microbatches]  # a loop of one's own may bring others
         changes = self.plan.sequence_lengths.grow or self.facts.takes_token_ids
-        if self.pipeline is not None and changes and ids is not None:
-            self.pipeline.reshape(len(ids), self.plan.positions_of(ids.shape[1]))
+        if self.pipeline is None or not changes or ids[0] is None:
+            return
+        shapes = {tuple(of_microbatch.shape) for of_microbatch in ids}
+        if len(shapes) > 1 and not self.facts.stages.has_flat_boundaries:
+            raise ModelError(
+                f"the microbatches of a step have input_ids of several shapes, {listed(map(str, sorted(shapes)))}, and "
+                f"stages of {self.facts.definition} take those of one; pad the rows, or use pipeline_parallel_degree 1"
+            )
+        self.pipeline.reshape(len(ids[0]), self.plan.positions_of(ids[0].shape[1]))
 
     def _own_sequences(self, microbatches: Sequence[Any]) -> int:
         """Return the real sequences of some microbatches, on one of the ranks that hold the same; 0 on the others."""
@@ -326,8 +339,7 @@ class ParallelModel:
     def _prepare_for(self, objective: Objective, microbatches: Sequence[Any]) -> None:
         """Let stages see the inputs of some microbatches, each shape of them once.
 
-        Raises:
-            ModelError: what travels between stages would be of several sizes, for which a schedule has no room.
+        Where what travels between stages is of several sizes, all of it travels in the room of the largest.
         """
         boundaries = [part.boundary for part in self.parts if part.boundary is not None]
         if not boundaries or not self.facts.stages.has_flat_boundaries:
@@ -339,15 +351,15 @@ class ParallelModel:
                 shapes.add(own)
                 sizes.add(tuple((boundary.shapes, boundary.input_shapes) for boundary in boundaries))
         if len(sizes) > 1:
-            raise ModelError(
-                f"microbatches of {self.facts.definition} send between stages what is of {len(sizes)} sizes; give rows "
-                "and images of one size, or use pipeline_parallel_degree 1"
-            )
+            for boundary, of_boundary in zip(boundaries, zip(*sizes, strict=True), strict=True):
+                both = zip(*(shapes for shapes, _ in of_boundary if shapes is not None), strict=True)
+                boundary.room = tuple(max(size for (size,) in side) for side in both)
 
     def prepare(self, inputs: dict[str, Any]) -> None:
         """Let traced stages see what the model is about to be called with."""
         for part in self.parts:
             if part.boundary is not None and part.boundary.prepare is not None:
+                part.boundary.room = None
                 part.boundary.prepare(inputs)
 
     def drive(

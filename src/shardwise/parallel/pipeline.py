@@ -129,7 +129,9 @@ class Pipeline:
         self.shape = (rows, *inner)
 
     def shapes(self, boundary: StageBoundary) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of a stage's boundary input and output."""
+        """Return the shapes of a stage's boundary input and output as they travel."""
+        if boundary.room is not None:
+            return boundary.room[:1], boundary.room[1:]
         return boundary.shapes or (self.shape, self.shape)
 
     def evaluate(self, work: MicrobatchWork, count: int, shape: tuple[int, ...] | None = None) -> list[Tensor]:

@@ -37,6 +37,7 @@ class StageBoundary:
         output: what a traced stage has made for the one behind.
         prepare: told the inputs of the next forward, where they say how large is what travels: sets `shapes`.
         shapes: of boundary input and output, where these are not hidden states [B, S, H].
+        room: elements of both as they travel, where microbatches of a step have several sizes: those of the largest.
         input_numbers, output_numbers: which outputs of the block before arrive, and which of the stage's last leave.
         input_shapes: shapes of what the flat input holds.
         dtype: of the flat tensors.
@@ -52,6 +53,7 @@ class StageBoundary:
     output: Tensor | None = None
     prepare: Callable[[Mapping[str, Any]], None] | None = None
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    room: tuple[int, ...] | None = None
     input_numbers: tuple[int, ...] = (0,)
     output_numbers: tuple[int, ...] = (0,)
     input_shapes: tuple[tuple[int, ...], ...] = ()
@@ -82,12 +84,14 @@ class StageBoundary:
         elif output is None:
             flat = [self.block_outputs[number].reshape(-1) for number in self.output_numbers]
             output = torch.cat(flat).to(self.dtype)
+        if self.room is not None:
+            output = nn.functional.pad(output, (0, self.room[1] - output.numel()))
         self.input, self.output, self.block_outputs = None, None, {}
         return output.contiguous()
 
 
 def split_flat(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    """Return views of a flat tensor with the given shapes, one behind the other."""
+    """Return views of a flat tensor with the given shapes, one behind the other; it may have room behind them."""
     ends = [0]
     for shape in shapes:
         ends.append(ends[-1] + torch.Size(shape).numel())

@@ -33,7 +33,7 @@ from shardwise.job.tasks import TASKS
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
-from shardwise.testing.oracle_data import NOT_COUNTED, Rows, Source, shortened
+from shardwise.testing.oracle_data import NOT_COUNTED, FactorySource, Rows, Source, shortened
 from shardwise.testing.oracle_draws import OracleDraws
 from shardwise.testing.oracle_dropout import OracleDropout
 from shardwise.testing.oracle_muon import Muon, Several, is_hidden, projections
@@ -252,6 +252,18 @@ class Oracle:
         """Return some samples of a step as the sequences that it trains on."""
         return shortened(self.source.rows(list(counters)), self.sequences_per_sample(step))
 
+    def _alike(self, counters: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+        """Yield the samples of one forward after the other: at most so many, of one form where samples have several."""
+        start = 0
+        for end in range(1, len(counters) + 1):
+            is_other = end < len(counters) and self._form(counters[end]) != self._form(counters[start])
+            if end == len(counters) or end - start == most or is_other:
+                yield counters[start:end]
+                start = end
+
+    def _form(self, counter: int) -> tuple[Any, ...]:
+        return self.source.form(counter) if isinstance(self.source, FactorySource) else ()
+
     def _fed(self, step: int, counters: Sequence[int]) -> Rows:
         """Return the rows of one forward; where they change each other's numbers, ones that do not count fill it up."""
         missing, whole = (self.rows_together or 0) - len(counters), self.rows_of(step)
@@ -284,8 +296,8 @@ class Oracle:
         Backward runs for each of the `shares` of the loss, and the gradients are summed.
         """
         everything, cuts = self.rows_of(step), self.sequences_per_sample(step)
-        whole = self.read(step, everything)
-        total = len(whole.samples()) if counts_samples(self.job) else whole.count()
+        rows = [self.read(step, samples) for samples in self._alike(everything, len(everything))]
+        total = sum(len(own.samples()) if counts_samples(self.job) else own.count() for own in rows)
         chosen = everything if counters is None else list(counters)
         size = 1  # of sums in 16 bits: what more sequences add up to is summed in the master's dtype, by `_collect`
         if self.compute.itemsize > 2:
@@ -297,8 +309,7 @@ class Oracle:
         loss = 0.0
         for group in twist.balanced_apart or (tuple(chosen),):
             self._count_routers(group if twist.balanced_apart else everything, step, size)
-            for start in range(0, len(group), size):
-                samples = group[start : start + size]
+            for samples in self._alike(group, size):
                 part = self._loss(_twisted(self._fed(step, samples), twist), step, twist) / max(total, 1)
                 losses = part
                 if self.routers.has_loss:
@@ -337,8 +348,8 @@ class Oracle:
         if not (self.routers.has_loss or self.routers.rate):
             return
         with torch.no_grad(), self.routers.counting_routes():
-            for start in range(0, len(counters), size):
-                self._loss(self.read(step, counters[start : start + size]), step, Twist())
+            for samples in self._alike(counters, size):
+                self._loss(self.read(step, samples), step, Twist())
                 self.routers.count(self._router_logits if self.routers.has_loss else ())
 
     def backward_sum(self, step: int, counters: Sequence[int]) -> None:

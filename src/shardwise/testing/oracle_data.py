@@ -229,11 +229,19 @@ class FactorySource:
         self.validation_size = max(1, int(size * job.data.validation_fraction))
         self.seed, self.size = job.training.seed, size - self.validation_size
 
+    def form(self, counter: int) -> tuple[Any, ...]:
+        """Return what samples of one forward have in common: the shapes of what is stacked."""
+        sample = self.samples[self._place(counter)]
+        return tuple((key, value.shape if self._is_stacked(key) else value.shape[1:]) for key, value in sample.items())
+
+    def _is_stacked(self, key: str) -> bool:
+        return self.stacked is None or key in self.stacked
+
     def rows(self, counters: Sequence[int]) -> Rows:
         chosen = [self.samples[self._place(counter)] for counter in counters]
         tensors = {}
         for key in chosen[0]:
-            join = torch.stack if self.stacked is None or key in self.stacked else torch.cat
+            join = torch.stack if self._is_stacked(key) else torch.cat
             tensors[key] = join([sample[key] for sample in chosen])
         labels = tensors.pop("labels", None)
         return Rows(tensors, labels, list(counters))
