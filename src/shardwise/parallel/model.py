@@ -239,7 +239,7 @@ class ParallelModel:
         Raises:
             ModelError: hidden states would be of several shapes, for which a schedule has no room.
         """
-        ids = [microbatch.inputs.get("input_ids") for microbatch in microbatches]  # a loop of one's own may bring others
+        ids = [microbatch.inputs.get("input_ids") for microbatch in microbatches]  # a script brings its own
         changes = self.plan.sequence_lengths.grow or self.facts.takes_token_ids
         if self.pipeline is None or not changes or ids[0] is None:
             return
