@@ -176,3 +176,16 @@ def test_rows_of_a_data_set_have_a_length_of_their_own_on_stages(
     coverage.write_corpora(tmp_path)
     [cell] = coverage.cells_of(world_pool, tmp_path, "image_text_to_text", model_type, ["pipeline 2"])
     assert (cell.outcome, cell.reason) == ("agrees", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["fp64", "bf16"])
+def test_a_forward_that_casts_to_the_dtype_of_a_config_runs_in_that_of_the_job(
+    world_pool: WorldPool, tmp_path: Path, compute: str
+) -> None:
+    """Nemotron-H Omni casts images to fp32, the dtype in which its tower was built."""
+    if "nemotron_h_omni" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers has no Nemotron-H Omni")
+    job = coverage.toy_job(tmp_path, "image_text_to_text", "nemotron_h_omni", "sharded 2", compute)
+    outcome = coverage.outcome_of(world_pool, coverage.judge_toy(job, "sharded 2", {}), 2)
+    assert outcome == ("agrees", "")

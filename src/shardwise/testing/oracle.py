@@ -166,6 +166,9 @@ class Oracle:
             for parameter in live.values():
                 parameter.data = parameter.data.to(self.compute)
         self.live = live
+        for module in self.model.modules():
+            if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+                config.dtype = self.compute  # to which some forwards cast (Nemotron-H Omni's, its images)
         self.reference = self._reference() if self.job.reads_pairs else None
         self.weights = {}
         self.optimizer = self._make_optimizer()
