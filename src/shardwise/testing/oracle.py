@@ -168,7 +168,7 @@ class Oracle:
         self.live = live
         for module in self.model.modules():
             if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-                config.dtype = self.compute  # to which some forwards cast (Nemotron-H Omni's, its images)
+                config.dtype = None  # some forwards cast to it (Nemotron-H Omni's, its images): to none then
         self.reference = self._reference() if self.job.reads_pairs else None
         self.weights = {}
         self.optimizer = self._make_optimizer()
