@@ -270,6 +270,15 @@ def test_what_is_computed_from_a_constructor_s_parameter_has_values() -> None:
     assert torch.equal(length, torch.norm_except_dim(direction, 2, 0)) and length.any()
 
 
+def test_a_config_that_has_no_defaults_without_its_parts() -> None:
+    """transformers 5.17 makes no vision-encoder-decoder without both, and takes values out of what it is given."""
+    config, _ = toy_of_files("image_text_to_text", "vision-encoder-decoder")
+    job = Job.model_validate({"model": {"config": config, "task": "image_text_to_text"}, "data": {"path": "text"}})
+    built = build_model(job)
+    assert built.config.encoder.num_hidden_layers == built.config.decoder.num_hidden_layers == 2
+    assert built.config.decoder_start_token_id == 1 and job.model.config == config
+
+
 def test_a_parameter_that_is_replaced_shifts_no_numbers(tmp_path: Path) -> None:
     """LUKE ties what it has registered; a parameter made later may have the id of one that is gone."""
     (tmp_path / "config.json").write_text(json.dumps(toy_config("luke")))

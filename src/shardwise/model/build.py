@@ -175,7 +175,10 @@ def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
     _check_model_type(model_type, "model.config")
     config_class = CONFIG_MAPPING[model_type]
     where = f"model.config (model_type={model_type!r})"
-    defaults = _guarded(where, config_class)
+    # Some have no defaults without the configs of their parts.
+    parts = config_class.sub_configs if getattr(config_class, "has_no_defaults_at_init", False) else ()
+    needed = {name: copy.deepcopy(values[name]) for name in parts if name in values}
+    defaults = _guarded(where, lambda: config_class(**needed))
     if "vocab_size" not in values and _trains_tokenizer(job):
         values["vocab_size"] = job.data.vocabulary_size
     size = values.get("vocab_size", getattr(defaults, "vocab_size", None))

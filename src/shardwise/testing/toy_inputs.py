@@ -6,6 +6,7 @@ tokens as it makes features of it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Iterator
 from itertools import product
@@ -35,7 +36,7 @@ def toy_of_files(task: str, model_type: str) -> tuple[dict[str, Any], dict[str, 
     from transformers import CONFIG_MAPPING
 
     more = OF_FAMILIES.get(model_type, {})
-    whole = CONFIG_MAPPING[model_type](**more)
+    whole = CONFIG_MAPPING[model_type](**copy.deepcopy(more))  # some take values out of what they are given
     config = _joined(_sized(whole, toy_of(whole)), more)
     if task == "image_classification":
         side = _side(_built(task, config))
@@ -76,7 +77,7 @@ def _sized(config: Any, values: dict[str, Any]) -> dict[str, Any]:
 def _built(task: str, config: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
-    values = {name: value for name, value in config.items() if name != "model_type"}
+    values = {name: copy.deepcopy(value) for name, value in config.items() if name != "model_type"}
     return TASKS[task].model_class().from_config(CONFIG_MAPPING[config["model_type"]](**values), dtype=torch.float32)
 
 
