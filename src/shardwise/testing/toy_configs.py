@@ -106,7 +106,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 8, "n_groups": 2, "chunk_size": 8},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 48},
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
     "dots3_note_text": {
