@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -166,9 +167,6 @@ class Oracle:
             for parameter in live.values():
                 parameter.data = parameter.data.to(self.compute)
         self.live = live
-        for module in self.model.modules():
-            if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-                config.dtype = None  # some forwards cast to it (Nemotron-H Omni's, its images): to none then
         self.reference = self._reference() if self.job.reads_pairs else None
         self.weights = {}
         self.optimizer = self._make_optimizer()
@@ -257,12 +255,10 @@ class Oracle:
 
     def _alike(self, counters: Sequence[int], most: int) -> Iterator[Sequence[int]]:
         """Yield the samples of one forward after the other: at most so many, of one form where samples have several."""
-        start = 0
-        for end in range(1, len(counters) + 1):
-            is_other = end < len(counters) and self._form(counters[end]) != self._form(counters[start])
-            if end == len(counters) or end - start == most or is_other:
-                yield counters[start:end]
-                start = end
+        for _, alike in groupby(counters, self._form):
+            samples = list(alike)
+            for start in range(0, len(samples), most):
+                yield samples[start : start + most]
 
     def _form(self, counter: int) -> tuple[Any, ...]:
         return self.source.form(counter) if isinstance(self.source, FactorySource) else ()
@@ -666,6 +662,9 @@ def _build(job: Job, eager: bool) -> nn.Module:
         .model_class()
         .from_config(config, trust_remote_code=section.trust_remote_code, dtype=torch.float32, **attention)
     )
+    for module in model.modules():
+        if isinstance(own := getattr(module, "config", None), PreTrainedConfig):
+            own.dtype = None  # some forwards cast to it (Nemotron-H Omni's, its images): to none then
     if any(hasattr(module, "set_attention_type") for module in model.modules()):
         with torch.no_grad():  # the first forward exchanges modules (BigBird), whose dropout is known by name
             base: Any = model.eval().base_model
