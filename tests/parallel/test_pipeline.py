@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise.job.schema import ParallelSection
 from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.stage_boundary import StageBoundary
 from shardwise.plan.draft import stage_ranks
 
 Message = tuple[int, int]  # from, to
@@ -23,17 +24,14 @@ def messages(rank: int, stages: tuple[int, ...], count: int, patch: pytest.Monke
     patch.setattr(dist, "get_rank", lambda: rank)
     patch.setattr(dist, "isend", lambda value, to, group: (found.append((rank, to)), done)[1])
     patch.setattr(dist, "recv", lambda value, source, group: found.append((source, rank)))
-    last, shapes = len(stages) - 1, ((2,), (2,))
     pipeline: Any = Pipeline.__new__(Pipeline)
     pipeline.plan, pipeline.group = SimpleNamespace(stage_ranks=stages), None
     pipeline.ranks, pipeline.dtype, pipeline.device = sorted(set(stages)), torch.float32, torch.device("meta")
     pipeline.boundaries = [
-        SimpleNamespace(stage=stage, stages=len(stages), is_first=stage == 0, is_last=stage == last, shapes=shapes)
-        for stage, at in enumerate(stages)
-        if at == rank
+        StageBoundary(stage, len(stages), shapes=((2,), (2,))) for stage, at in enumerate(stages) if at == rank
     ]
     made = pipeline.evaluate(lambda part, index, arrived: torch.tensor(index), count)
-    assert [int(value) for value in made] == (list(range(count)) if stages[last] == rank else [])
+    assert [int(value) for value in made] == (list(range(count)) if stages[-1] == rank else [])
     return found
 
 
