@@ -214,7 +214,6 @@ class ParallelModel:
             totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
-        self._shape_stages(microbatches)
         self._prepare_for(objective, microbatches)
         if routers is not None:
             routers.begin(self._own_sequences(microbatches) if routers.local is not None else 0)
@@ -230,26 +229,6 @@ class ParallelModel:
         if routers is not None:
             routers.settle()
         return torch.stack(totals).sum(0)
-
-    def _shape_stages(self, microbatches: Sequence[Any]) -> None:
-        """Make stages ready for what travels between them in such microbatches, where lengths change.
-
-        A model with images takes rows of the length that these need, and a data set of one's own may give any.
-
-        Raises:
-            ModelError: hidden states would be of several shapes, for which a schedule has no room.
-        """
-        ids = [microbatch.inputs.get("input_ids") for microbatch in microbatches]  # a script brings its own
-        changes = self.plan.sequence_lengths.grow or self.facts.takes_token_ids
-        if self.pipeline is None or not changes or ids[0] is None:
-            return
-        shapes = {tuple(of_microbatch.shape) for of_microbatch in ids}
-        if len(shapes) > 1 and not self.facts.stages.has_flat_boundaries:
-            raise ModelError(
-                f"the microbatches of a step have input_ids of several shapes, {listed(map(str, sorted(shapes)))}, and "
-                f"stages of {self.facts.definition} take those of one; pad the rows, or use pipeline_parallel_degree 1"
-            )
-        self.pipeline.reshape(len(ids[0]), self.plan.positions_of(ids[0].shape[1]))
 
     def _own_sequences(self, microbatches: Sequence[Any]) -> int:
         """Return the real sequences of some microbatches, on one of the ranks that hold the same; 0 on the others."""
@@ -337,13 +316,41 @@ class ParallelModel:
                     bias.copy_(updated_bias(bias, routed, rate))
 
     def _prepare_for(self, objective: Objective, microbatches: Sequence[Any]) -> None:
+        """Make stages ready for what travels between them in such microbatches.
+
+        Raises:
+            ModelError: hidden states would be of several shapes, for which a schedule has no room.
+        """
+        if self.pipeline is None:
+            return
+        if self.facts.stages.has_flat_boundaries:
+            self._make_room(objective, microbatches)
+        elif self.plan.sequence_lengths.grow or self.facts.takes_token_ids:
+            self._shape_chain(microbatches)
+
+    def _shape_chain(self, microbatches: Sequence[Any]) -> None:
+        """Let stages wait for hidden states as long as the rows.
+
+        A model with images takes rows of the length that these need, and a data set of one's own may give any.
+        """
+        assert self.pipeline is not None
+        ids = [microbatch.inputs.get("input_ids") for microbatch in microbatches]  # a script brings its own
+        if ids[0] is None:
+            return
+        shapes = {tuple(of_microbatch.shape) for of_microbatch in ids}
+        if len(shapes) > 1:
+            raise ModelError(
+                f"the microbatches of a step have input_ids of several shapes, {listed(map(str, sorted(shapes)))}, and "
+                f"stages of {self.facts.definition} take those of one; pad the rows, or use pipeline_parallel_degree 1"
+            )
+        self.pipeline.reshape(len(ids[0]), self.plan.positions_of(ids[0].shape[1]))
+
+    def _make_room(self, objective: Objective, microbatches: Sequence[Any]) -> None:
         """Let stages see the inputs of some microbatches, each shape of them once.
 
         Where what travels between stages is of several sizes, all of it travels in the room of the largest.
         """
         boundaries = [part.boundary for part in self.parts if part.boundary is not None]
-        if not boundaries or not self.facts.stages.has_flat_boundaries:
-            return
         shapes, sizes = set(), set()
         for inputs in map(objective.inputs, microbatches):
             if (own := _shapes_of(inputs)) not in shapes:
@@ -352,7 +359,7 @@ class ParallelModel:
                 sizes.add(tuple((boundary.shapes, boundary.input_shapes) for boundary in boundaries))
         if len(sizes) > 1:
             for boundary, of_boundary in zip(boundaries, zip(*sizes, strict=True), strict=True):
-                both = zip(*(shapes for shapes, _ in of_boundary if shapes is not None), strict=True)
+                both = zip(*(travels for travels, _ in of_boundary if travels is not None), strict=True)
                 boundary.room = tuple(max(size for (size,) in side) for side in both)
 
     def prepare(self, inputs: dict[str, Any]) -> None:
