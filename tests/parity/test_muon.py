@@ -100,7 +100,8 @@ def trained(jobs: list[Job]) -> list[tuple[dict[str, Any], list[float], int]]:
 def test_it_goes_on_on_another_layout(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     """A shard of two ranks and two tensor ranks that go on from it lose as one rank does alone."""
     kept = {"resume": "auto", "directory": str(tmp_path / "kept")}
-    alone = world_pool.run(1, trained, [muon_job(corpora)])[0][0]
+    apart = {"directory": str(tmp_path / "alone")}
+    alone = world_pool.run(1, trained, [muon_job(corpora, checkpoint=apart)])[0][0]
     split = {"tensor_parallel_degree": 2}
     jobs = [muon_job(corpora, checkpoint=kept), muon_job(corpora, checkpoint=kept, parallel=split)]
     (whole, _), (sharded, resumed) = alone[1:], [run[1] for run in world_pool.run(2, trained, jobs)[0]]
