@@ -21,6 +21,7 @@ import random
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -39,7 +40,6 @@ from torch import Tensor
 from benchmarks.record import header
 from shardwise.commands.verify import verify_rank
 from shardwise.errors import ShardwiseError
-from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.job.tasks import TASKS as TASK_RECORDS
 from shardwise.model.build import load_config, prepare_for_training
@@ -73,7 +73,7 @@ NO_TOY, AGREES, REFUSED = "no toy", "agrees", "refused"
 WRONG, RAW, HANG, LATE = "wrong", "raw error", "hang", "refused late"
 FAULTS = (WRONG, RAW, HANG, LATE)
 LENGTH, SECONDS = 16, 180.0  # of a sequence, and of a cell
-FORMS = 3  # in which a model is studied, for all its cells: whole, for stages, and with attention for split sequences
+FORMS = 2  # in which a model is studied, for all its cells: whole and cut into stages
 CLASSES, FIRST_TOKEN = 3, 10  # of a head, and the first that no toy config has as a special one
 # Vocabularies of a tokenizer that is trained: bytes, special tokens and the marks of spans.
 TRAINED = {"masked_lm": {"vocabulary_size": 262}, "seq2seq_lm": {"vocabulary_size": 360, "mean_span_length": 2.0}}
@@ -90,6 +90,7 @@ class CoverageCell:
     reason: str
     transformers: str
     commit: str = ""  # of shardwise
+    seconds: float = 0.0  # that it took; the studies of a type, for all its cells, are counted as the first one's
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -140,9 +141,7 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
     reads_files = TASK_RECORDS[task].reads_files
     config, arguments = toy_of_files(task, model_type) if reads_files else (toy_config(model_type), {})
     config["experts_implementation"] = "eager"
-    # An eager softmax is one of fp32, which rounds what ranks with parts of a sequence do not share in the last bit.
-    attention = "auto" if layout == "context 2" and TASK_RECORDS[task].samples == "text" else "eager"
-    model: dict[str, Any] = {"config": config, "task": task, "attention": attention}
+    model: dict[str, Any] = {"config": config, "task": task}
     data: dict[str, Any] = {"sequence_length": LENGTH}
     if TASK_RECORDS[task].classifies:
         model["labels"] = [f"class {number}" for number in range(CLASSES)]
@@ -205,28 +204,23 @@ def judge_toys(directory: Path, task: str, model_type: str, layouts: Sequence[st
         unable = run_plain(toy_job(directory, task, model_type, CONTROL))
     except Exception as error:  # the config's class refuses the toy's values
         unable = first_line(error)
-    studied: dict[tuple[bool, str], ModelFacts] = {}
+    studied: dict[bool, ModelFacts] = {}
     if unable:
         return unable
-    stages_first = sorted(layouts, key=lambda layout: not LAYOUTS[layout][1].get("pipeline_parallel_degree"))
-    judged = {
-        layout: judge_toy(toy_job(directory, task, model_type, layout), layout, studied) for layout in stages_first
-    }
-    return {layout: judged[layout] for layout in layouts}
+    return {layout: judge_toy(toy_job(directory, task, model_type, layout), layout, studied) for layout in layouts}
 
 
-def judge_toy(job: Job, layout: str, studied: dict[tuple[bool, str], ModelFacts]) -> JudgedToy:
-    """Study the model of a job and judge its layout, as is done before ranks start; `studied` is of the same model.
+def judge_toy(job: Job, layout: str, studied: dict[bool, ModelFacts]) -> JudgedToy:
+    """Study the model of a job and judge its layout, as is done before ranks start.
 
-    What was found for stages that were cut without a trace holds without stages too.
+    Args:
+        job: its cell's.
+        layout: the cell's, by name.
+        studied: what is known of the same model, by whether it is cut into stages; this study is added.
     """
-    ranks = LAYOUTS[layout][0]
-    form = job.parallel.pipeline_parallel_degree > 1, str(job.model.attention)  # on which a study depends
+    ranks, staged = LAYOUTS[layout][0], job.parallel.pipeline_parallel_degree > 1
     try:
-        staged = studied.get((True, str(job.model.attention)))
-        if staged and staged.supports(Axis.PIPELINE).ok and not staged.stages.traced:
-            studied.setdefault(form, staged)
-        facts = studied[form] = studied.get(form) or study(job)
+        facts = studied[staged] = studied.get(staged) or study(job, studied.get(False))
         if "fp64" in facts.unfit_dtypes:
             job = job.model_copy(update={"precision": job.precision.model_copy(update={"compute": "fp32"})})
         resolve(job, World(ranks, "cpu", ranks), facts)
@@ -289,10 +283,14 @@ def cells_of(
     pool: WorldPool, directory: Path, task: str, model_type: str, layouts: Sequence[str], commit: str = ""
 ) -> Iterator[CoverageCell]:
     """Yield the cells of one type; of one that transformers cannot run a toy of, the control says why."""
+    start = time.perf_counter()
 
     def cell(layout: str, outcome: str, reason: str) -> CoverageCell:
+        nonlocal start
+        before, start = start, time.perf_counter()
         words = " ".join(reason.split())
-        return CoverageCell(task, model_type, layout, outcome, words, transformers.__version__, commit)
+        seconds = round(start - before, 1)
+        return CoverageCell(task, model_type, layout, outcome, words, transformers.__version__, commit, seconds)
 
     if task in OTHER_MAPPINGS:
         yield cell(CONTROL, *refusal_of(model_type))
@@ -428,8 +426,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     types = [case for case in types if not options.types or case[1] in options.types]
     types = [case for case in types if not options.popular or case in set(popular_types())]
     print(f"transformers {transformers.__version__}, {len(types)} types, seed {options.seed}")
+    start = time.perf_counter()
     cells = sweep(types, options.layouts, options.record, options.processes, options.again)
     print(table(cells))
+    print(f"{(time.perf_counter() - start) / 60:.1f} minutes, {options.processes} processes")
     if options.page:
         from benchmarks.coverage_page import page
 

@@ -86,9 +86,9 @@ def _commits(cells: Sequence[CoverageCell]) -> str:
 
 def _conditions(cells: Sequence[CoverageCell], left_out: Sequence[str]) -> Iterator[str]:
     yield "A toy of each type of transformers' mappings that runs at toy size, on each layout of two or four CPU"
-    yield "ranks in fp64 (fp32 where the model computes in no other). Attention is `eager`; under context `auto`, since"
-    yield "an eager softmax is one of fp32. Yes: one step agrees with one process ([how](../how-to/verify.md)). No:"
-    yield "refused by name before anything starts, by `doctor`, `--print-plan` and `train` alike. Empty: not run yet.\n"
+    yield "ranks in fp64 (fp32 where the model computes in no other). Attention is `auto`, as where a job says nothing."
+    yield "Yes: one step agrees with one process ([how](../how-to/verify.md)). No: refused by name before anything"
+    yield "starts, by `doctor`, `--print-plan` and `train` alike. Empty: not run yet.\n"
     yield f"transformers {transformers.__version__}, torch {torch.__version__}; commits {_commits(cells)}.\n"
     if left_out:
         yield f"Tasks that no run has tried yet: {', '.join(f'`{task}`' for task in left_out)}.\n"

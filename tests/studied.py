@@ -44,24 +44,24 @@ def each_rank_studies() -> Iterator[None]:
         _is_shared = True
 
 
-def _shared_study(directory: Path, job: Job) -> ModelFacts:
+def _shared_study(directory: Path, job: Job, unstaged: ModelFacts | None = None) -> ModelFacts:
     if not _is_shared or _reads_files(job):
-        return study(job)
+        return study(job, unstaged)
     with (directory / _key(job)).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the first rank studies, the others wait for it
         file.seek(0)
         outcome = pickle.loads(file.read() or pickle.dumps(None))  # what this session wrote
         if outcome is None:
-            outcome = _outcome(job)
+            outcome = _outcome(job, unstaged)
             file.write(pickle.dumps(outcome))
     if isinstance(outcome, ShardwiseError):
         raise outcome
     return outcome
 
 
-def _outcome(job: Job) -> ModelFacts | ShardwiseError:
+def _outcome(job: Job, unstaged: ModelFacts | None) -> ModelFacts | ShardwiseError:
     try:
-        return study(job)
+        return study(job, unstaged)
     except ShardwiseError as error:
         return error
 

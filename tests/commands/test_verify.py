@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import shardwise
+from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.commands.verify import cut_depth, run_verify
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
@@ -187,3 +188,11 @@ def test_fused_dropout_is_off_inside_and_back_outside() -> None:
         )
     assert torch.nn.functional.scaled_dot_product_attention is attend
     assert set(rates.ours) == {0.9} and abs(rates.ours[0.9] - 0.9) < 0.02
+
+
+def test_no_rate_is_measured_where_a_forward_computes_nothing() -> None:
+    """Shapes of boundaries are read off such a forward; one rank failed there, and UMT5's stages hung."""
+    with fused_dropout_off(exact=True) as rates, FakeTensorMode():
+        q = torch.randn(1, 2, 5, 4)
+        assert torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.9).shape == q.shape
+    assert not rates.ours

@@ -131,7 +131,7 @@ def _discover(
     family = family_of(name)
     is_pretrained = isinstance(model, PreTrainedModel)
     return ModelFacts(
-        cast_arguments=() if example is None else arguments_to_cast(model, example),
+        cast_arguments=_arguments_to_cast(model, job, example),
         unfit_dtypes={**unfit_dtypes(model, job.data.sequence_length), **family.unfit_dtypes},
         family=name,
         parameters=_count([model]),
@@ -171,6 +171,11 @@ def _discover(
         **({} if is_pretrained else _writes(forward)),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )
+
+
+def _arguments_to_cast(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> tuple[str, ...]:
+    """Return the float arguments of a user's module that it does not take in fp32 in 16 bits."""
+    return arguments_to_cast(model, example) if job.model.factory is not None and example is not None else ()
 
 
 def _probe(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> tuple[list[list[str]], ForwardProbe]:

@@ -332,6 +332,8 @@ def arguments_to_cast(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str,
             return False
         return True
 
+    if not floats or takes(floats):
+        return ()
     kept = [name for name in floats if takes([name])]
     return tuple(floats if not takes(kept) else (name for name in floats if name not in kept))
 

@@ -127,15 +127,16 @@ def _gpus(device: torch.device, local_size: int) -> int:
     return topology.count_devices(store, local_size)
 
 
-def study(job: Job) -> ModelFacts:
+def study(job: Job, unstaged: ModelFacts | None = None) -> ModelFacts:
     """Return the structure of the job's model; its weights, where it has some, are there and fit.
 
-    Reads no corpus. Any process may call it.
+    Reads no corpus. Any process may call it. Facts of the job without stages, where a caller has them, are not found
+    again.
     """
     data = prepare(job) if gives_samples(job) else None
     example = None if data is None else _example(job, data)
     model = build_model(job)
-    facts = discover(model, job, example)
+    facts = unstaged or discover(model, job, example)
     if job.model.factory is not None:
         facts = with_row_coupling(job, model, facts, data, partial(_constructed_weights, job))
     if job.parallel.pipeline_parallel_degree > 1:
