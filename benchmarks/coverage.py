@@ -39,10 +39,10 @@ from torch import Tensor
 
 from benchmarks.record import header
 from shardwise.commands.verify import verify_rank
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ModelError, ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.job.tasks import TASKS as TASK_RECORDS
-from shardwise.model.build import load_config, prepare_for_training
+from shardwise.model.build import check_head, load_config, prepare_for_training
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import VOCABULARY, language_model_types, toy_config
@@ -109,20 +109,29 @@ class JudgedToy:
 
 
 class ClassifiedTokens(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows of tokens, each with a class, or one for each token; the last token ends the row."""
+    """Rows of tokens, each with a class, or one for each token; the last token ends the row.
 
-    def __init__(self, for_tokens: bool, last: int | None, rows: int = 40) -> None:
+    Args:
+        for_tokens: whether tokens have classes.
+        last: the token that ends a row, where there is one.
+        with_boxes: whether a model has to know where on a page each token stands.
+        rows: how many.
+    """
+
+    def __init__(self, for_tokens: bool, last: int | None, with_boxes: bool = False, rows: int = 40) -> None:
         draw = torch.Generator().manual_seed(1)
         self.ids = torch.randint(FIRST_TOKEN, VOCABULARY, (rows, LENGTH), generator=draw)
         if last is not None:
             self.ids[:, -1] = last
         self.labels = torch.randint(0, CLASSES, (rows, LENGTH) if for_tokens else (rows,), generator=draw)
+        self.boxes = torch.rand(rows, LENGTH, 4, generator=draw) if with_boxes else None
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+    def __getitem__(self, index: int | slice) -> dict[str, Tensor]:
+        boxes = {} if self.boxes is None else {"bbox": self.boxes[index]}
+        return {"input_ids": self.ids[index], "labels": self.labels[index], **boxes}
 
 
 def write_corpora(directory: Path) -> None:
@@ -148,16 +157,19 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
     if reads_files:
         data |= {"factory": "shardwise.testing.toy_samples:ToySamples", "factory_arguments": arguments}
     elif TASK_RECORDS[task].samples == "factory":
-        config.setdefault("pad_token_id", 0)
+        if hasattr(transformers.CONFIG_MAPPING[model_type](), "pad_token_id"):
+            config.setdefault("pad_token_id", 0)
         arguments = {"for_tokens": task == "token_classification", "last": _end_token(config)}
+        arguments |= {"with_boxes": True} if model_type == "bros" else {}
         data |= {"factory": "benchmarks.coverage:ClassifiedTokens", "factory_arguments": arguments}
     else:
         data["cache_directory"] = str(directory / "cache")
+        if task == "masked_lm" and "is_decoder" in config:  # Reformer's toy is one of a decoder
+            config["is_decoder"] = False
         if task in TRAINED:
             data |= {"path": str(directory / "text.txt"), "format": "text", **TRAINED[task]}
             config["vocab_size"] = data["vocabulary_size"]
-            for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-                part |= {name: data["vocabulary_size"] for name in part if name in VOCABULARIES}
+            _set_vocabularies(config, data["vocabulary_size"])
         else:
             data |= {"path": str(directory / "tokens.jsonl"), "format": "tokens"}
     return Job.model_validate(
@@ -169,6 +181,14 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
             "parallel": {"device": "cpu", **LAYOUTS[layout][1]},
         }
     )
+
+
+def _set_vocabularies(config: dict[str, Any], size: int) -> None:
+    """Give a config and those inside of it another size of vocabulary."""
+    config |= {name: size for name in config if name in VOCABULARIES}
+    for value in config.values():
+        if isinstance(value, dict):
+            _set_vocabularies(value, size)
 
 
 def _end_token(config: dict[str, Any]) -> int | None:
@@ -184,10 +204,11 @@ def _end_token(config: dict[str, Any]) -> int | None:
 def run_plain(job: Job) -> str:
     """Return why transformers itself cannot run the toy of a job; empty where it can."""
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    if last := job.data.factory_arguments.get("last"):
-        ids[:, -1] = last
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if job.model.task == "seq2seq_lm" else {})
-    if TASK_RECORDS[job.model.task].reads_files:
+    if TASK_RECORDS[job.model.task].samples == "factory":
+        inputs = ClassifiedTokens(**job.data.factory_arguments)[:2]
+        del inputs["labels"]
+    elif TASK_RECORDS[job.model.task].reads_files:
         inputs = inputs_of_files(job)
     try:
         make = TASK_RECORDS[job.model.task].model_class().from_config
@@ -204,10 +225,24 @@ def judge_toys(directory: Path, task: str, model_type: str, layouts: Sequence[st
         unable = run_plain(toy_job(directory, task, model_type, CONTROL))
     except Exception as error:  # the config's class refuses the toy's values
         unable = first_line(error)
-    studied: dict[bool, ModelFacts] = {}
+    if unable and (refusal := refusal_of_head(task, model_type)) is not None:
+        return dict.fromkeys(layouts, refusal)
     if unable:
         return unable
+    studied: dict[bool, ModelFacts] = {}
     return {layout: judge_toy(toy_job(directory, task, model_type, layout), layout, studied) for layout in layouts}
+
+
+def refusal_of_head(task: str, model_type: str) -> JudgedToy | None:
+    """Return how a type is refused that transformers lists for a task whose inputs or labels are not its own."""
+    if TASK_RECORDS[task].samples not in ("images", "speech") and TASK_RECORDS[task].labels != "decoder":
+        return None
+    job = Job.model_validate({"model": {"config": {"model_type": model_type}, "task": task}})
+    try:
+        check_head(transformers.CONFIG_MAPPING[model_type](), job.model)
+    except ModelError as error:
+        return JudgedToy(job, None, REFUSED, str(error))
+    return None
 
 
 def judge_toy(job: Job, layout: str, studied: dict[bool, ModelFacts]) -> JudgedToy:

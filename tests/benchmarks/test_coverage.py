@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
 import transformers
 
 from benchmarks import coverage
-from benchmarks.coverage import AGREES, HANG, NO_TOY, RAW, REFUSED, CoverageCell
+from benchmarks.coverage import AGREES, FAULTS, HANG, NO_TOY, RAW, REFUSED, CoverageCell
 from benchmarks.coverage_page import SHOWN, page
 from shardwise.testing.world import RankOutcome, WorldError, WorldPool
 from shardwise.training.setup import study
 
-SEED = 20261126
+SEED, DRAWN = 20261126, 3
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 
 
@@ -68,6 +70,17 @@ def test_cells_of_a_type(world_pool: WorldPool, tmp_path: Path) -> None:
     assert unable.outcome == NO_TOY and unable.reason
     (other,) = coverage.cells_of(world_pool, tmp_path, "ctc", "wav2vec2", ["sharded 2"])
     assert other.outcome == REFUSED and "model.factory" in other.reason
+
+
+@pytest.mark.parametrize("number", range(DRAWN))
+def test_types_that_today_draws(world_pool: WorldPool, tmp_path: Path, number: int) -> None:
+    """Each day draws others; with SHARDWISE_TEST_SEED, which a failure prints, a day's come again."""
+    seed = int(os.environ.get("SHARDWISE_TEST_SEED") or date.today().toordinal())
+    case = coverage.drawn_types(DRAWN, seed)[number]
+    print(f"SHARDWISE_TEST_SEED={seed}: {case}")
+    coverage.write_corpora(tmp_path)
+    cells = list(coverage.cells_of(world_pool, tmp_path, *case, list(coverage.LAYOUTS)))
+    assert cells and not [cell for cell in cells if cell.outcome in FAULTS]
 
 
 SEEN_OR_HEARD = {
@@ -176,6 +189,29 @@ def test_rows_of_a_data_set_have_a_length_of_their_own_on_stages(
     coverage.write_corpora(tmp_path)
     [cell] = coverage.cells_of(world_pool, tmp_path, "image_text_to_text", model_type, ["pipeline 2"])
     assert (cell.outcome, cell.reason) == ("agrees", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pipeline 2", "tensor 2"])
+def test_batch_norms_inside_of_blocks_that_are_a_chain(world_pool: WorldPool, tmp_path: Path, layout: str) -> None:
+    """CvT's statistics are those of one stage alone; and torch gave its batch norms a wrong gradient."""
+    coverage.write_corpora(tmp_path)
+    [cell] = coverage.cells_of(world_pool, tmp_path, "image_classification", "cvt", [layout])
+    assert (cell.outcome, cell.reason) == ("agrees", "")
+
+
+@pytest.mark.parametrize(
+    "task, model_type, says",
+    [
+        ("speech_seq2seq", "voxtral", "no encoder-decoder"),
+        ("seq2seq_lm", "qwen2_audio", "no encoder-decoder"),
+        ("speech_seq2seq", "dia", "begins in a way of its own"),
+    ],
+)
+def test_types_that_transformers_lists_for_a_task_they_are_not_of(task: str, model_type: str, says: str) -> None:
+    refusal = coverage.refusal_of_head(task, model_type)
+    assert refusal is not None and says in refusal.reason and "model.factory" in refusal.reason
+    assert coverage.refusal_of_head(task, "whisper" if task == "speech_seq2seq" else "bart") is None
 
 
 @pytest.mark.slow

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from shardwise.data.prepare import prepare
-from shardwise.errors import ConfigError, DataError, LegalityError
+from shardwise.errors import ConfigError, DataError, LegalityError, ModelError
 from shardwise.job.schema import Job
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.toy_inputs import toy_of_files
+from shardwise.testing.toy_towers import PATCH, SIDE
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
 from tests.parity.image_files import CLASSES, PROCESSOR, SIZE, write_folders
@@ -51,6 +53,25 @@ def image_job(path: Path, family: str = "vit", **sections: Any) -> Job:
 def test_verify_agrees(world_pool: WorldPool, tmp_path: Path, family: str, layout: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     check_agrees(world_pool, ranks, image_job(write_folders(tmp_path / "images"), family, parallel=parallel))
+
+
+@pytest.mark.slow
+def test_what_a_processor_makes_beside_pixels_reaches_the_model(world_pool: WorldPool, tmp_path: Path) -> None:
+    """SigLIP 2 takes patches with a mask, and how many there are in each direction."""
+    patches = {"image_processor_type": "Siglip2ImageProcessor", "patch_size": PATCH, "max_num_patches": SIDE**2}
+    config, _ = toy_of_files("image_classification", "siglip2")
+    images = write_folders(tmp_path / "images")
+    job = image_job(
+        images, model={"config": config}, data={"processor": patches}, parallel={"sharded_data_parallel_degree": 2}
+    )
+    check_agrees(world_pool, 2, job)
+
+
+@pytest.mark.parametrize("model_type", ["imagegpt", "shieldgemma2"])
+def test_models_that_take_tokens_are_refused(tmp_path: Path, model_type: str) -> None:
+    job = image_job(write_folders(tmp_path / "images"), model={"config": {"model_type": model_type}})
+    with pytest.raises(ModelError, match=f"{model_type}.* takes input_ids.*model.factory"):
+        study(job)
 
 
 def rows_file(tmp_path: Path, *rows: dict[str, Any]) -> Path:

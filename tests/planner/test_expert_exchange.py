@@ -73,10 +73,11 @@ def test_kept_rows_are_not_exchanged_again() -> None:
 def test_each_stack_of_a_block_has_an_exchange_of_its_own() -> None:
     """JetMoE routes its attention too: of both, rows go to one stack of experts and to another."""
     shapes = {}
-    for model_type in ("jetmoe", "mixtral"):
+    for model_type in ("jetmoe", "mixtral", "gpt_oss"):
         job = Job.model_validate({"model": {"config": toy_config(model_type)}})
         shapes[model_type] = ModelShape.of(study(job))
     assert (shapes["jetmoe"].expert_stacks, shapes["mixtral"].expert_stacks) == (4, 1)
+    assert [shapes[name].expert_biases for name in ("jetmoe", "mixtral", "gpt_oss")] == [False, False, True]
     one, two = (
         block_traffic(replace(configured(expert=16), model=replace(QWEN, expert_stacks=stacks)))["expert"]
         for stacks in (1, 2)

@@ -1,11 +1,12 @@
 """Rows of images with a class: a folder for each class, or rows with the columns `image` and `label`.
 
-An image is read when its row is, in RGB, and becomes `pixel_values` by the model's image processor.
+An image is read when its row is, in RGB, and becomes `pixel_values` by the model's image processor. What else that
+makes, as the mask of its patches, is read with it where the model takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,26 @@ from shardwise.data.file_rows import FileDataset, FileRow, read_rows
 from shardwise.data.processors import IMAGES, open_processor
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.model.build import load_config
 from shardwise.words import nearest
 
 
 @dataclass(frozen=True)
 class ClassifiedImages:
-    """Rows of images, each with a class: a map-style data set of `pixel_values` and `labels`.
+    """Rows of images, each with a class: a map-style data set of `pixel_values`, what comes with them and `labels`.
 
     Attributes:
         rows: with `image` and `label`.
         classes: names of the classes, by number.
         processor: makes tensors of images.
+        arguments: names of those that the model takes.
     """
 
     rows: Sequence[FileRow]
     classes: Sequence[str]
     processor: Any
+    arguments: Collection[str]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -42,8 +46,9 @@ class ClassifiedImages:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.rows[index]
         image = read_image(row.file(row.columns["image"], "image"), row.where)
-        pixels = self.processor(image, return_tensors="pt")["pixel_values"][0]
-        return {"pixel_values": pixels, "labels": torch.tensor(class_of(row, self.classes))}
+        made = self.processor(image, return_tensors="pt")
+        tensors = {name: made[name][0] for name in made if name in self.arguments}
+        return tensors | {"labels": torch.tensor(class_of(row, self.classes))}
 
 
 def open_images(job: Job, model_vocabulary: int | None) -> tuple[list[FileRow], FileDataset]:
@@ -52,7 +57,9 @@ def open_images(job: Job, model_vocabulary: int | None) -> tuple[list[FileRow], 
     Raises:
         DataError: a label is none of the classes, or an image is missing.
     """
-    labels: Any = load_config(job).id2label
+    config = load_config(job)
+    labels: Any = config.id2label
+    arguments = TASKS[job.model.task].arguments(config) or {"pixel_values"}
     classes = [str(labels[number]) for number in sorted(labels)]
     is_folder = data_format(job.data) == "image_folder"
     rows = _rows_of_folders(job) if is_folder else read_rows(job, ("image", "label"))
@@ -60,7 +67,7 @@ def open_images(job: Job, model_vocabulary: int | None) -> tuple[list[FileRow], 
         class_of(row, classes)
         row.file(row.columns["image"], "image")
     processor = open_processor(job, IMAGES)
-    return rows, FileDataset(lambda some: ClassifiedImages(some, classes, processor))
+    return rows, FileDataset(lambda some: ClassifiedImages(some, classes, processor, arguments))
 
 
 def _rows_of_folders(job: Job) -> list[FileRow]:

@@ -6,6 +6,7 @@ legality table, the reader of its data, the loss and the tools that try every mo
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +60,12 @@ class ModelTask:
         import transformers
 
         return getattr(transformers, self.mapping)
+
+    def arguments(self, config: Any) -> frozenset[str]:
+        """Return the names of what the forward of transformers' model of a config takes; none for code of its own."""
+        models = self.types().get(type(config), None)
+        model = models[0] if isinstance(models, tuple) else models  # the first is the head for this task
+        return frozenset() if model is None else frozenset(inspect.signature(model.forward).parameters)
 
 
 TASKS = {

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,16 @@ from shardwise.model.default import default_config
 from shardwise.model.initializers import run_initializer
 from shardwise.model.layer_configs import has_attribute
 from shardwise.model.registry import family_of
-from shardwise.model.replacements import fuse_activations, replace_attention
+from shardwise.model.replacements import fuse_activations, mend_batch_norms, replace_attention
 from shardwise.model.routers import ADDS_LOSS
 from shardwise.words import nearest
 
 BUILT = ("eager", "sdpa")  # attention that transformers' models have themselves
+START = "decoder_start_token_id"
+OWN_WAY = (
+    "for another task let model.factory name a function of yours that returns the model, model.loss one of "
+    "(output, batch) and data.factory your samples"
+)
 DROPOUT_FIELD = re.compile(r"dropout|pdrop")
 # Dropout of heads that language models do not have, and layer drop, which drops no elements.
 OTHER_DROPOUT = re.compile(r"classif|summary|pooler|^cls|^qa|layerdrop|^drop_path")
@@ -68,6 +74,7 @@ def build_model(job: Job) -> nn.Module:
 def prepare_for_training(model: nn.Module) -> nn.Module:
     """Put a model into train mode, with its activations fused and its key-value cache off; the same model."""
     fuse_activations(model)
+    mend_batch_norms(model)
     model.train()
     for module in model.modules():  # an encoder-decoder's stacks have configs of their own
         config = getattr(module, "config", None)
@@ -187,7 +194,7 @@ def _config_from_dict(values: dict[str, Any], job: Job) -> PreTrainedConfig:
         if isinstance(token, int) and isinstance(size, int) and token >= size:
             values[key] = None  # the family's own tokenizer has this token, a smaller vocabulary does not
     config = _guarded(where, lambda: config_class(**values))
-    _check_head(config, job.model)  # first: who takes another kind of model needs its word more than a key's
+    check_head(config, job.model)  # first: who takes another kind of model needs its word more than a key's
     unknown = [
         key
         for key in values
@@ -229,8 +236,9 @@ def _config_on_top(section: ModelSection, job: Job) -> PreTrainedConfig:
 def _is_read(key: str, config: PreTrainedConfig) -> bool:
     """Tell whether the model's source mentions `key`; transformers keeps unknown keys and never looks at them."""
     mappings = [task.types() for task in TASKS.values()]
-    classes = [type(config)] + [mapping[type(config)] for mapping in mappings if type(config) in mapping]
-    sources = {inspect.getsource(sys.modules[source_class.__module__]) for source_class in classes}
+    models = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    heads = chain.from_iterable(model if isinstance(model, tuple) else (model,) for model in models)
+    sources = {inspect.getsource(sys.modules[source_class.__module__]) for source_class in (type(config), *heads)}
     return any(re.search(rf"\b{re.escape(key)}\b", source) for source in sources)
 
 
@@ -284,7 +292,7 @@ def _check_layer_drop(config: PreTrainedConfig) -> None:
 
 def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     section = job.model
-    _check_head(config, section)
+    check_head(config, section)
     if getattr(config, "quantization_config", None):
         raise ModelError(f"model.path={section.path!r} holds quantized weights; training needs the unquantized model")
     adds_loss = getattr(config, "output_router_logits", False)
@@ -369,14 +377,18 @@ def _with_real_buffers(**parameters: Any) -> Iterator[None]:
         yield
 
 
-def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
+def check_head(config: PreTrainedConfig, section: ModelSection) -> None:
+    """Refuse a config whose type has no head for the task, or lacks what the head needs.
+
+    Raises:
+        ModelError: it is refused.
+    """
     task = TASKS[section.task]
     if type(config) in task.types() or task.auto_class in (getattr(config, "auto_map", None) or {}):
-        if section.task == "seq2seq_lm" and getattr(config, "decoder_start_token_id", None) is None:
-            raise ModelError(
-                f"the config of {config.model_type!r} has no decoder_start_token_id, with which the decoder begins; "
-                "set it (T5's is its pad_token_id)"
-            )
+        if task.labels == "decoder":
+            _check_decoder(config, section)
+        if task.samples == "images":
+            _check_images(config, section)
         is_decoder = type(config) not in MODEL_FOR_MASKED_LM_MAPPING
         padding = getattr(config.get_text_config(), "pad_token_id", None)
         if section.task == "sequence_classification" and is_decoder and padding is None:
@@ -389,10 +401,37 @@ def _check_head(config: PreTrainedConfig, section: ModelSection) -> None:
     fix = (
         f"use model.task={' or '.join(map(repr, tasks))}"
         if tasks
-        else f"it has none of those that there are ({', '.join(TASKS)}); for another task let model.factory name a "
-        "function of yours that returns the model, model.loss one of (output, batch) and data.factory your samples"
+        else f"it has none of those that there are ({', '.join(TASKS)}); {OWN_WAY}"
     )
     raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
+
+
+def _check_images(config: PreTrainedConfig, section: ModelSection) -> None:
+    """Refuse a model that takes other things than images, or more."""
+    arguments = TASKS[section.task].arguments(config)
+    if arguments and ("pixel_values" not in arguments or "input_ids" in arguments):
+        raise ModelError(
+            f"model.task={section.task!r}: model_type {config.model_type!r} takes input_ids, which are not made of "
+            f"images here; {OWN_WAY}"
+        )
+
+
+def _check_decoder(config: PreTrainedConfig, section: ModelSection) -> None:
+    """Refuse a model whose labels no decoder reads one later; transformers has such under its heads for that too."""
+    where = f"model.task={section.task!r}: model_type {config.model_type!r}"
+    if not config.is_encoder_decoder:
+        raise ModelError(
+            f"{where} is no encoder-decoder (is_encoder_decoder of its config is false), and sound among tokens is not "
+            f"read here; {OWN_WAY}"
+        )
+    if getattr(config, START, None) is not None:
+        return
+    if not has_attribute(config, START) and not _is_read(START, config):
+        raise ModelError(f"{where} has a decoder that begins in a way of its own; {OWN_WAY}")
+    raise ModelError(
+        f"the config of {config.model_type!r} has no {START}, with which the decoder begins; set it (T5's is its "
+        "pad_token_id)"
+    )
 
 
 def tasks_of(config: PreTrainedConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Modules that are replaced when a model of transformers is built: attention, and an activation function.
+"""Modules that are replaced or mended when a model is built: attention, an activation function, batch norms.
 
 Replacements have the parameters, buffers and names of what they replace.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, NewGELUActivation
 
@@ -37,3 +37,19 @@ def fuse_activations(model: nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) is NewGELUActivation:
                 setattr(module, name, GELUTanh())
+
+
+def mend_batch_norms(model: nn.Module) -> None:
+    """Let batch norms on a CPU get their gradient in the layout of their output.
+
+    torch's kernel (2.11 to 2.14.1) gives a wrong gradient for one image whose output's gradient comes channels last, as
+    behind `permute` (CvT). Two views that cost nothing forward make it as the output is.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d) and _viewed_flat not in module._forward_hooks.values():
+            module.register_forward_hook(_viewed_flat)
+
+
+def _viewed_flat(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    is_met = output.device.type == "cpu" and output.is_contiguous()
+    return output.flatten().view(output.shape) if is_met else output

@@ -234,7 +234,8 @@ class ModelBuilder:
     def _statistics(self, inputs: BuildInputs) -> RunningStatistics | None:
         if not inputs.facts.buffers:
             return None
-        inputs.layout.group(*data_axes(), Axis.PIPELINE)  # here, where every rank is, for a group is made by all
+        for axes in ((*data_axes(), Axis.PIPELINE), data_axes()):
+            inputs.layout.group(*axes)  # here, where every rank is, for a group is made by all
         synchronised = inputs.plan.job.model.running_statistics == "synchronised"
         return RunningStatistics(
             [stage.model for stage in self.stages], inputs.facts.buffers, inputs.layout, synchronised

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardwise._torch_compat.autograd import version_of
 from shardwise.collectives.names import CollectiveName
+from shardwise.errors import ModelError
 from shardwise.job.axes import Axis, data_axes
 from shardwise.parallel.layout import Layout
 
@@ -37,6 +38,7 @@ class RunningStatistics:
     def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], layout: Layout, synchronised: bool) -> None:
         self.modules, self.names, self.layout, self.synchronised = modules, names, layout, synchronised
         self._before: list[dict[str, BufferState]] | None = None
+        self._holders: list[int] | None = None  # stages that hold each buffer, known once the ranks have met
 
     def begin(self) -> None:
         """Note the buffers before the first forward of a step."""
@@ -63,20 +65,43 @@ class RunningStatistics:
         flags = torch.tensor([(stages - place) * (name in changed) for name in self.names], device=device)
         with CHANGED_BUFFERS:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        for name, flag in zip(self.names, flags.tolist(), strict=True):
+        for name, flag, held in zip(self.names, flags.tolist(), self._held_by(device), strict=True):
             if flag:
-                self._share(name, changed.get(name), stages - flag)
+                self._share(name, changed.get(name), stages - flag, held)
         self._before = None
 
     def forget(self) -> None:
         """Forget the step: no rank's forwards have changed a buffer."""
         self._before = None
 
-    def _share(self, name: str, module: nn.Module | None, owner: int) -> None:
-        """Share a buffer that pipeline rank `owner` has changed."""
+    def _held_by(self, device: torch.device) -> list[int]:
+        """Return how many stages hold each buffer: all, or the one with the block that it is in.
+
+        Raises:
+            ModelError: several do and others do not.
+        """
+        if self._holders is None:
+            stages = self.layout.size(Axis.PIPELINE)
+            own = {name for module in self.modules for name, _ in module.named_buffers()}
+            holders = torch.tensor([name in own for name in self.names], dtype=torch.long, device=device)
+            with CHANGED_BUFFERS:
+                dist.all_reduce(holders)
+            self._holders = (holders * stages // dist.get_world_size()).tolist()
+            some = [name for name, held in zip(self.names, self._holders, strict=True) if 1 < held < stages]
+            if some:
+                raise ModelError(
+                    f"some of the stages hold the buffer {some[0]} and change it, and others lack it; use "
+                    "pipeline_parallel_degree 1 or 2"
+                )
+        return self._holders
+
+    def _share(self, name: str, module: nn.Module | None, owner: int, held: int) -> None:
+        """Share a buffer that pipeline rank `owner` has changed, with all stages or among its own ranks."""
         holders = [part for part in self.modules if name in _states(part)]
+        if held == 1 and not holders:
+            return
         value = (module or holders[0]).get_buffer(name).detach().clone(memory_format=torch.contiguous_format)
-        group = self.layout.group(*data_axes(), Axis.PIPELINE)
+        group = self.layout.group(*data_axes()) if held == 1 else self.layout.group(*data_axes(), Axis.PIPELINE)
         with STATISTICS:
             if self.synchronised and value.is_floating_point():
                 value *= self.layout.index(Axis.PIPELINE) == owner

@@ -33,6 +33,7 @@ from shardwise.job.schema import Job
 from shardwise.job.tasks import TASKS
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
+from shardwise.model.replacements import mend_batch_norms
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, FactorySource, Rows, Source, shortened
 from shardwise.testing.oracle_draws import OracleDraws
@@ -651,6 +652,7 @@ def _build(job: Job, eager: bool) -> nn.Module:
     section = job.model
     if section.factory is not None:
         model: nn.Module = load_object(section.factory)(**copy.deepcopy(section.factory_arguments))
+        mend_batch_norms(model)
         return model.train()
     config = load_config(job)
     for part in (config, *vars(config).values()):  # a cache in evaluation leaves out a mask of T5Gemma's decoder
@@ -665,6 +667,7 @@ def _build(job: Job, eager: bool) -> nn.Module:
     for module in model.modules():
         if isinstance(own := getattr(module, "config", None), PreTrainedConfig):
             own.dtype = None  # some forwards cast to it (Nemotron-H Omni's, its images): to none then
+    mend_batch_norms(model)
     if any(hasattr(module, "set_attention_type") for module in model.modules()):
         with torch.no_grad():  # the first forward exchanges modules (BigBird), whose dropout is known by name
             base: Any = model.eval().base_model

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.model.build import load_config
 from shardwise.testing.oracle_data import EVALUATION, NOT_COUNTED, Rows, mixed, shuffled_index
 
@@ -57,13 +58,15 @@ class ImageReader:
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.process, self.folder = _opened(AutoImageProcessor, job, backend="pil"), folder
-        self.names: Any = load_config(job).id2label
+        config = load_config(job)
+        self.names: Any = config.id2label
+        self.taken = TASKS[job.model.task].arguments(config) or {"pixel_values"}
 
     def __call__(self, row: dict[str, Any]) -> Sample:
         label = row["label"]
         number = label if isinstance(label, int) else next(n for n, name in self.names.items() if name == label)
-        pixels = self.process(images=[_image(self.folder / row["image"])], return_tensors="pt")
-        return {"pixel_values": pixels["pixel_values"], "labels": torch.tensor([number])}
+        made = self.process(images=[_image(self.folder / row["image"])], return_tensors="pt")
+        return {**{name: made[name] for name in self.taken & made.keys()}, "labels": torch.tensor([number])}
 
 
 class SpeechReader:

@@ -25,7 +25,7 @@ NAMES_OF_SIZE: dict[int, tuple[str, ...]] = {
     ),
     32: (
         *("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "word_embed_proj_dim"),
-        *("entity_emb_size", "pronunciation_embed_dim", "shape_embed_dim", "d_latents"),
+        *("entity_emb_size", "pronunciation_embed_dim", "shape_embed_dim", "d_latents", "hidden_size_global"),
     ),
     16: ("q_lora_rank", "kv_lora_rank", "mamba_d_state", "state_size", "ssm_state_size"),
     8: (
@@ -96,6 +96,23 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "lilt": {"hidden_size": 48, "channel_shrink_ratio": 2},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "visual_embed": False},
     "perceiver": {"max_position_embeddings": 16},  # it has as many logits as positions
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    },
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": 2 * ["sliding_attention", "full_attention"],
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
+    "neomme": {
+        "embedding_rank": 16,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
     "esm": {"vocab_size": VOCABULARY},
     "esmc": {"num_key_value_heads": 4},
@@ -105,10 +122,17 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "chunk_size": 8},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 8, "n_groups": 2, "chunk_size": 8},
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
     "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": 48},
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "sparse"], "n_group": 2, "topk_group": 1},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "bros": {"hidden_size": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 32,
+    },
     "dots3_note_text": {
         **LATENT,
         "mlp_layer_types": ["dense", "sparse"],

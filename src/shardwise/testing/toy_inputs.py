@@ -37,18 +37,15 @@ def toy_of_files(task: str, model_type: str) -> tuple[dict[str, Any], dict[str, 
 
     more = OF_FAMILIES.get(model_type, {})
     whole = CONFIG_MAPPING[model_type](**copy.deepcopy(more))  # some take values out of what they are given
-    config = _joined(_sized(whole, toy_of(whole)), more)
+    config, rows = _joined(_sized(whole, toy_of(whole)), more), OF_ROWS.get(model_type)
     if task == "image_classification":
-        side = _side(_built(task, config))
-        return config, {"task": task, "inputs": [{"shapes": {"pixel_values": [3, side, side]}}]}
+        return config, {"task": task, "inputs": rows or [_image_row(_built(task, config))]}
     if "deepstack_visual_indexes" in config.get("vision_config", {}):  # which joins a block, and stages have others
         config["text_config"]["num_hidden_layers"] = 3
     model = _built(task, config)
     if task == "speech_seq2seq":
-        name, bins = model.main_input_name, model.config.to_dict().get("num_mel_bins", 8)
-        shape = [20 * FRAMES] if name == "input_values" else [bins, FRAMES] if model_type == "whisper" else [FRAMES, 8]
-        return config, {"task": task, "inputs": [{"shapes": {name: shape}}]}
-    return config, {"task": task, **_image_arguments(model, OF_ROWS.get(model_type))}
+        return config, {"task": task, "inputs": rows or [_sound_row(model)]}
+    return config, {"task": task, **_image_arguments(model, rows)}
 
 
 def _joined(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -81,13 +78,23 @@ def _built(task: str, config: dict[str, Any]) -> Any:
     return TASKS[task].model_class().from_config(CONFIG_MAPPING[config["model_type"]](**values), dtype=torch.float32)
 
 
-def _side(model: Any) -> int:
-    """Return the side of an image of which a row alone trains: batch norms refuse one value of a channel."""
+def _image_row(model: Any) -> Row:
+    """Return a row with an image that alone trains a model: batch norms refuse one value of a channel."""
+    side = getattr(model.config, "image_size", PIXELS)
+    side = side if isinstance(side, int) else PIXELS
     try:
-        model.train()(pixel_values=torch.randn(1, 3, PIXELS, PIXELS))
+        model.train()(pixel_values=torch.randn(1, 3, side, side))
     except ValueError:
-        return LARGER
-    return PIXELS
+        side = max(side, LARGER)
+    return {"shapes": {"pixel_values": [3, side, side]}}
+
+
+def _sound_row(model: Any) -> Row:
+    """Return a row with sound: its values, or bins of frames."""
+    name, bins = model.main_input_name, model.config.to_dict().get("num_mel_bins", 8)
+    bins_first = model.config.model_type == "whisper"
+    shape = [20 * FRAMES] if name == "input_values" else [bins, FRAMES] if bins_first else [FRAMES, 8]
+    return {"shapes": {name: shape}}
 
 
 # --- how a model takes an image --------------------------------------------------------------------------------------

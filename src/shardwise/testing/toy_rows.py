@@ -1,4 +1,4 @@
-"""Rows of toys' samples whose models take images in a way of their own.
+"""Rows of toys' samples whose models take images or sound in a way of their own.
 
 A row is as in `ToySamples`: it has image tokens only where `toy_inputs.py` cannot count features.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.testing.toy_samples import LENGTH
-from shardwise.testing.toy_towers import FLAT, PATCH, PIXELS, SIDE
+from shardwise.testing.toy_towers import FLAT, FRAMES, PATCH, PIXELS, SIDE
 
 Row = dict[str, Any]
 IMAGE = [3, PIXELS, PIXELS]  # the shape of one
+GRIDS = ([SIDE, SIDE], [SIDE // 2, 2 * SIDE])  # patches of images of several sizes
 INSTRUCTIONS = ([10, 20, 30], [10, 20, 40])  # tokens that Q-formers read beside images
 # Patches that become an image token each; -1 stands for none.
 POOLED = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15], [16, 17, 20, 21]]
@@ -60,8 +61,14 @@ OF_ROWS: dict[str, list[Row]] = {
         for last in (23, -1)
     ],
     "pix2struct": FLAT_PATCHES,
+    "siglip2": [
+        _row([SIDE**2, 3 * PATCH**2], spatial_shapes=grid, pixel_attention_mask=[1] * SIDE**2) for grid in GRIDS
+    ],
     "udop": [
         _row(IMAGE, bbox=[[left, 0.1 + 0.02 * place, 0.9, 0.2 + 0.02 * place] for place in range(LENGTH + 1)])
         for left in (0.1, 0.3)
     ],
+    "moonshine": [{"shapes": {"input_values": [128 * FRAMES]}}],  # that many make a frame or two
+    "pop2piano": [{"shapes": {"input_features": [FRAMES, 32]}}],
+    "speech-encoder-decoder": [{"shapes": {"input_values": [20 * FRAMES]}}],
 }

@@ -27,6 +27,18 @@ SIZES: dict[str, Any] = {
 CODES, FIRST_CODE = 4, 5  # of images that become tokens, which no text has
 SECTIONS = {"mrope_section": [1, 1, 2]}  # by time, height and width, of heads of 8
 MROPE = {"rope_type": "default", "rope_theta": 1e4, **SECTIONS}
+PYRAMID = {
+    "num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "strides": [4, 2],
+    "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "drop_path_rate": 0.0,
+}  # fmt: skip
+SEAMLESS = {
+    "feature_projection_input_dim": 8, "speech_encoder_layers": 2, "speech_encoder_attention_heads": 4,
+    "speech_encoder_intermediate_size": 48, "speech_encoder_layerdrop": 0.0, "conv_depthwise_kernel_size": 3,
+}  # fmt: skip
+WAVES = {  # sound by its values, in few convolutions, nothing of it masked by chance
+    "conv_dim": [8, 8], "conv_stride": [5, 4], "conv_kernel": [10, 4], "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "apply_spec_augment": False,
+}  # fmt: skip
 # What else a family needs to be small, or to see at all.
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "swin": {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2},
@@ -35,6 +47,47 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "convnextv2": {"patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "groups_width": 8},
+    "cvt": {
+        "patch_sizes": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1], "embed_dim": [16, 32],
+        "num_heads": [1, 2], "depth": [1, 2], "mlp_ratio": [2.0, 2.0], "attention_drop_rate": [0.0, 0.0],
+        "drop_rate": [0.0, 0.0], "drop_path_rate": [0.0, 0.0], "qkv_bias": [True, True], "cls_token": [False, True],
+        "qkv_projection_method": ["dw_bn", "dw_bn"], "kernel_qkv": [3, 3], "padding_kv": [1, 1], "stride_kv": [2, 2],
+        "padding_q": [1, 1], "stride_q": [1, 1],
+    },
+    "perceiver": {"architectures": ["PerceiverForImageClassificationLearned"]},
+    "deit": {"architectures": ["DeiTForImageClassification"]},
+    "donut-swin": {"patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2},
+    "efficientnet": {  # whose last width is 1280 by the coefficient
+        "width_coefficient": 0.05, "depth_coefficient": 0.3, "hidden_dim": 64, "drop_connect_rate": 0.0,
+    },
+    "hiera": {
+        "patch_size": [7, 7], "image_size": [PIXELS, PIXELS], "embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2],
+        "num_query_pool": 1, "masked_unit_size": [2, 2], "masked_unit_attention": [True, False],
+    },
+    "levit": {
+        "architectures": ["LevitForImageClassification"],
+        "image_size": 2 * LARGER, "patch_size": 16, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 2, 2],
+        "depths": [1, 1, 1], "key_dim": [8, 8, 8], "drop_path_rate": 0,
+    },
+    "mobilevitv2": {
+        "image_size": LARGER, "patch_size": 2, "n_attn_blocks": [1, 1, 1], "base_attn_unit_dims": [16, 16, 16],
+        "width_multiplier": 0.25,
+    },
+    "pvt": {**PYRAMID, "patch_sizes": [4, 2], "sequence_reduction_ratios": [2, 1]},
+    **{name: {**PYRAMID, "patch_sizes": [7, 3], "sr_ratios": [2, 1]} for name in ("pvt_v2", "segformer")},
+    "siglip2": {"vision_config": {"num_patches": SIDE**2}},
+    "moonshine": {
+        "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4,
+        "decoder_num_attention_heads": 4,
+    },
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "seamless_m4t": {**SEAMLESS, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4},
+    "seamless_m4t_v2": SEAMLESS,
+    "speecht5": WAVES,
+    "speech-encoder-decoder": {
+        "encoder": {"model_type": "wav2vec2", **WAVES},
+        "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+    },
     "apertus1p5": {
         "image_token_offset": FIRST_CODE, "audio_token_offset": FIRST_CODE + CODES, "audio_token_id": 4,
         "audio_config": {

@@ -213,6 +213,7 @@ def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, A
         "experts_of_token": facts.experts_of_token,
         "expert_width": one // ((3 if gated else 2) * facts.hidden_size * number),
         "expert_stacks": len(facts.expert_stacks) / max(1, len(owners)),
+        "expert_biases": any(len(facts.parameter_shapes[name]) == 2 for name in facts.expert_parameters),
         "stacked": stacked // max(1, layers),
     }
 
