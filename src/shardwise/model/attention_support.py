@@ -84,6 +84,8 @@ def _context_obstacles(
         yield "a module of model.factory says nothing about where it looks at other positions"
         return
     family = str(model.config.model_type)
+    if model.config.is_encoder_decoder:
+        yield f"{family} reads two sequences, of which blocks see several rows each"
     counts_by_biases = _makes_key_biases(model, family)
     if not takes_positions(model) and not counts_by_biases:
         yield f"{family} takes no position_ids, and counts positions from its own inputs"

@@ -384,6 +384,8 @@ def check_head(config: PreTrainedConfig, section: ModelSection) -> None:
         ModelError: it is refused.
     """
     task = TASKS[section.task]
+    if refusal := family_of(str(config.model_type)).refusal:
+        raise ModelError(f"model_type {config.model_type!r} {refusal}; use a model of another type")
     if type(config) in task.types() or task.auto_class in (getattr(config, "auto_map", None) or {}):
         if task.labels == "decoder":
             _check_decoder(config, section)

@@ -64,6 +64,7 @@ class Family:
         unfit_dtypes: `fp64` or `bf16` (for fp16 too) -> why transformers' own code does not train in it, as a clause
             about that code.
         couples_rows: whether rows of a microbatch change each other's numbers, by what its code counts over all.
+        refusal: why its models cannot be trained here at all, as a clause about its code.
     """
 
     model_types: tuple[str, ...]
@@ -76,3 +77,4 @@ class Family:
     settle: Callable[[nn.Module, int], None] | None = None
     unfit_dtypes: Mapping[str, str] = field(default_factory=dict)
     couples_rows: bool = False
+    refusal: str = ""

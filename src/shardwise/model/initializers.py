@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from shardwise.model.copies import deep_copy
 from shardwise.model.gradient_hooks import definition_of
 
 MODEL_INITIALIZER = "_init_weights"
+ABSENT = "absent_parameters"  # of a module on a stage: those that others hold, by name, on meta
 # Operators whose result does not follow from what the tensor held.
 FILLS = {
     torch.ops.aten.normal_, torch.ops.aten.uniform_, torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_,
@@ -45,7 +46,25 @@ def run_initializer(model: nn.Module, name: str) -> None:
             reset()
     init_weights = getattr(_initializing_model(model, name), MODEL_INITIALIZER, None)
     if callable(init_weights):
+        _fill(module, init_weights)
+
+
+def _fill(module: nn.Module, init_weights: Callable[[nn.Module], None]) -> None:
+    """Fill a module by its model's initializer, which reaches for what a stage has taken away too (T5Gemma 2's)."""
+    absent = [(part, _absent_parameters(part)) for part in module.modules()]
+    for part, parameters in absent:
+        part._parameters.update(parameters)  # on meta, where no number is drawn
+    try:
         init_weights(module)
+    finally:
+        for part, parameters in absent:
+            part._parameters.update(dict.fromkeys(parameters))
+
+
+def _absent_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what stands for the parameters that a stage lacks; another stage of this rank may have given some back."""
+    stand_ins: Mapping[str, nn.Parameter] = vars(module).get(ABSENT, {})
+    return {name: parameter for name, parameter in stand_ins.items() if module._parameters.get(name) is None}
 
 
 def _initializing_model(model: nn.Module, name: str) -> nn.Module:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.facts import PlaceholderShape
+from shardwise.model.initializers import ABSENT
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class AbsentWeights:
             if id(parameter) not in kept:
                 module.register_parameter(name, None)
                 self._places.append((module, name))
+                vars(module).setdefault(ABSENT, {})[name] = nn.Parameter(parameter.detach().to("meta"))
         return any(True for _ in module.named_parameters(recurse=False))
 
     @contextmanager

@@ -85,6 +85,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "seamless_m4t_v2": SEAMLESS,
     "speecht5": WAVES,
     "speech-encoder-decoder": {
+        "pad_token_id": 0,
         "encoder": {"model_type": "wav2vec2", **WAVES},
         "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},
     },
