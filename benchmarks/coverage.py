@@ -243,6 +243,8 @@ def refusal_of_head(task: str, model_type: str) -> JudgedToy | None:
         check_head(transformers.CONFIG_MAPPING[model_type](), job.model)
     except ModelError as error:
         return None if "set it" in str(error) else JudgedToy(job, None, REFUSED, str(error))
+    except Exception:  # the class refuses its own defaults
+        return None
     return None
 
 

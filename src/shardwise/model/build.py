@@ -392,7 +392,7 @@ def check_head(config: PreTrainedConfig, section: ModelSection) -> None:
         if task.samples == "images":
             _check_images(config, section)
         is_decoder = type(config) not in MODEL_FOR_MASKED_LM_MAPPING
-        padding = getattr(config.get_text_config(), "pad_token_id", None)
+        padding = getattr(_text_config(config, section), "pad_token_id", None)
         if section.task == "sequence_classification" and is_decoder and padding is None:
             raise ModelError(
                 f"the config of {config.model_type!r} has no pad_token_id, by which the last token of a sample is "
@@ -406,6 +406,16 @@ def check_head(config: PreTrainedConfig, section: ModelSection) -> None:
         else f"it has none of those that there are ({', '.join(TASKS)}); {OWN_WAY}"
     )
     raise ModelError(f"model.task={section.task!r}: model_type {config.model_type!r} has no such head; {fix}")
+
+
+def _text_config(config: PreTrainedConfig, section: ModelSection) -> PreTrainedConfig:
+    try:
+        return config.get_text_config()
+    except ValueError as error:  # of MusicGen's, which writes sound
+        raise ModelError(
+            f"model.task={section.task!r}: model_type {config.model_type!r} has several configs of text, and is no "
+            f"language model; {OWN_WAY}"
+        ) from error
 
 
 def _check_images(config: PreTrainedConfig, section: ModelSection) -> None:

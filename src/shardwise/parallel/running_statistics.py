@@ -65,9 +65,9 @@ class RunningStatistics:
         flags = torch.tensor([(stages - place) * (name in changed) for name in self.names], device=device)
         with CHANGED_BUFFERS:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
-        for name, flag, held in zip(self.names, flags.tolist(), self._held_by(device), strict=True):
+        for name, flag, holder_count in zip(self.names, flags.tolist(), self._held_by(device), strict=True):
             if flag:
-                self._share(name, changed.get(name), stages - flag, held)
+                self._share(name, changed.get(name), stages - flag, holder_count)
         self._before = None
 
     def forget(self) -> None:
@@ -82,26 +82,28 @@ class RunningStatistics:
         """
         if self._holders is None:
             stages = self.layout.size(Axis.PIPELINE)
-            own = {name for module in self.modules for name, _ in module.named_buffers()}
-            holders = torch.tensor([name in own for name in self.names], dtype=torch.long, device=device)
+            buffers = {name for module in self.modules for name, _ in module.named_buffers()}
+            holders = torch.tensor([name in buffers for name in self.names], dtype=torch.long, device=device)
             with CHANGED_BUFFERS:
                 dist.all_reduce(holders)
             self._holders = (holders * stages // dist.get_world_size()).tolist()
-            some = [name for name, held in zip(self.names, self._holders, strict=True) if 1 < held < stages]
-            if some:
+            torn = [
+                name for name, holder_count in zip(self.names, self._holders, strict=True) if 1 < holder_count < stages
+            ]
+            if torn:
                 raise ModelError(
-                    f"some of the stages hold the buffer {some[0]} and change it, and others lack it; use "
+                    f"some of the stages hold the buffer {torn[0]} and change it, and others lack it; use "
                     "pipeline_parallel_degree 1 or 2"
                 )
         return self._holders
 
-    def _share(self, name: str, module: nn.Module | None, owner: int, held: int) -> None:
+    def _share(self, name: str, module: nn.Module | None, owner: int, holder_count: int) -> None:
         """Share a buffer that pipeline rank `owner` has changed, with all stages or among its own ranks."""
         holders = [part for part in self.modules if name in _states(part)]
-        if held == 1 and not holders:
+        if holder_count == 1 and not holders:
             return
         value = (module or holders[0]).get_buffer(name).detach().clone(memory_format=torch.contiguous_format)
-        group = self.layout.group(*data_axes()) if held == 1 else self.layout.group(*data_axes(), Axis.PIPELINE)
+        group = self.layout.group(*data_axes()) if holder_count == 1 else self.layout.group(*data_axes(), Axis.PIPELINE)
         with STATISTICS:
             if self.synchronised and value.is_floating_point():
                 value *= self.layout.index(Axis.PIPELINE) == owner
