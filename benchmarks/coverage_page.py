@@ -70,6 +70,8 @@ def _other_version(version: str, cells: Sequence[CoverageCell]) -> Iterator[str]
     popular = [case for case in popular_types() if case in set(cases)]
     yield f"## transformers {version}: {len(cases)} types\n"
     yield f"Commits {_commits(cells)}.\n"
+    if not any(cell.seconds for cell in cells):  # of a run of the time before they were recorded
+        yield "Attention was `eager` there, and `auto` under context.\n"
     yield from _counts(cases, found)
     yield f"Of these, the {len(popular)} popular ones:\n"
     yield from _counts(popular, found)
