@@ -164,8 +164,6 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
         data |= {"factory": "benchmarks.coverage:ClassifiedTokens", "factory_arguments": arguments}
     else:
         data["cache_directory"] = str(directory / "cache")
-        if task == "masked_lm" and "is_decoder" in config:  # Reformer's toy is one of a decoder
-            config["is_decoder"] = False
         if task in TRAINED:
             data |= {"path": str(directory / "text.txt"), "format": "text", **TRAINED[task]}
             config["vocab_size"] = data["vocabulary_size"]

@@ -42,8 +42,8 @@ def fuse_activations(model: nn.Module) -> None:
 def mend_batch_norms(model: nn.Module) -> None:
     """Let batch norms on a CPU get their gradient in the layout of their output.
 
-    torch's kernel (2.11 to 2.14.1) gives a wrong gradient for one image whose output's gradient comes channels last, as
-    behind `permute` (CvT). Two views that cost nothing forward make it as the output is.
+    torch's kernel (2.13 and 2.14.1 were tried) gives a wrong gradient for one image whose output's gradient comes
+    channels last, as behind `permute` (CvT). Two views that cost nothing forward make it as the output is.
     """
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d) and _viewed_flat not in module._forward_hooks.values():
