@@ -53,18 +53,20 @@ def _fill(module: nn.Module, init_weights: Callable[[nn.Module], None]) -> None:
     """Fill a module by its model's initializer, which reaches for what a stage has taken away too (T5Gemma 2's)."""
     absent = [(part, _absent_parameters(part)) for part in module.modules()]
     for part, parameters in absent:
-        part._parameters.update(parameters)  # on meta, where no number is drawn
+        for name, parameter in parameters.items():
+            part.register_parameter(name, parameter)  # on meta, where no number is drawn
     try:
         init_weights(module)
     finally:
         for part, parameters in absent:
-            part._parameters.update(dict.fromkeys(parameters))
+            for name in parameters:
+                part.register_parameter(name, None)
 
 
 def _absent_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return what stands for the parameters that a stage lacks; another stage of this rank may have given some back."""
     stand_ins: Mapping[str, nn.Parameter] = vars(module).get(ABSENT, {})
-    return {name: parameter for name, parameter in stand_ins.items() if module._parameters.get(name) is None}
+    return {name: parameter for name, parameter in stand_ins.items() if getattr(module, name) is None}
 
 
 def _initializing_model(model: nn.Module, name: str) -> nn.Module:

@@ -13,6 +13,8 @@ from transformers.activations import GELUTanh, NewGELUActivation
 
 from shardwise.model.registry import family_of
 
+MENDED = "has_gradient_in_layout"  # of a batch norm, which is mended once
+
 
 def replace_attention(model: PreTrainedModel) -> None:
     """Give attention modules the class of their family that calls transformers' AttentionInterface."""
@@ -46,8 +48,9 @@ def mend_batch_norms(model: nn.Module) -> None:
     channels last, as behind `permute` (CvT). Two views that cost nothing forward make it as the output is.
     """
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d) and _viewed_flat not in module._forward_hooks.values():
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d) and not vars(module).get(MENDED):
             module.register_forward_hook(_viewed_flat)
+            vars(module)[MENDED] = True
 
 
 def _viewed_flat(module: nn.Module, args: Any, output: Tensor) -> Tensor:
