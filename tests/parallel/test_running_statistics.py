@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.errors import ModelError
 from shardwise.job.schema import Job
+from shardwise.parallel.running_statistics import RunningStatistics
 from shardwise.testing.world import WorldPool
 from shardwise.training.session import Session
 from shardwise.training.setup import set_up
@@ -66,6 +70,27 @@ def test_statistics_follow_their_rule_on_every_rank(
         assert statistics.keys() == expected.keys()
         for name, value in statistics.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def settle_on_stages(is_changed: bool) -> str:
+    """Settle a buffer that two of three stages hold; return why it is refused."""
+    rank = dist.get_rank()
+    norms = [nn.BatchNorm1d(2)] if rank < 2 else [nn.Identity()]
+    layout: Any = SimpleNamespace(size=lambda axis: 3, index=lambda axis: rank)
+    statistics = RunningStatistics(norms, ["running_mean"], layout, synchronised=False)
+    statistics.begin()
+    if is_changed and rank < 2:
+        norms[0](torch.ones(3, 2))
+    try:
+        statistics.settle(torch.device("cpu"))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_buffer_of_some_stages_is_refused_only_where_a_forward_changes_it(world_pool: WorldPool) -> None:
+    assert world_pool.run(3, settle_on_stages, False) == ["", "", ""]
+    assert all("hold the buffer running_mean" in reason for reason in world_pool.run(3, settle_on_stages, True))
 
 
 def train_on(job: Job, saved_after: int = 0) -> tuple[int, dict[str, Tensor]]:

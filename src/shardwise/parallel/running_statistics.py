@@ -60,12 +60,20 @@ class RunningStatistics:
 
         Args:
             device: on which this rank computes.
+
+        Raises:
+            ModelError: several stages hold a changed buffer, and others lack it.
         """
         changed, stages, place = self.changed(), self.layout.size(Axis.PIPELINE), self.layout.index(Axis.PIPELINE)
         flags = torch.tensor([(stages - place) * (name in changed) for name in self.names], device=device)
         with CHANGED_BUFFERS:
             dist.all_reduce(flags, dist.ReduceOp.MAX)
         for name, flag, holder_count in zip(self.names, flags.tolist(), self._held_by(device), strict=True):
+            if flag and 1 < holder_count < stages:
+                raise ModelError(
+                    f"some of the stages hold the buffer {name} and change it, and others lack it; use "
+                    "pipeline_parallel_degree 1 or 2"
+                )
             if flag:
                 self._share(name, changed.get(name), stages - flag, holder_count)
         self._before = None
@@ -75,11 +83,7 @@ class RunningStatistics:
         self._before = None
 
     def _held_by(self, device: torch.device) -> list[int]:
-        """Return how many stages hold each buffer: all, or the one with the block that it is in.
-
-        Raises:
-            ModelError: several do and others do not.
-        """
+        """Return how many stages hold each buffer: all, or those with the blocks that it is in."""
         if self._holders is None:
             stages = self.layout.size(Axis.PIPELINE)
             buffers = {name for module in self.modules for name, _ in module.named_buffers()}
@@ -87,14 +91,6 @@ class RunningStatistics:
             with CHANGED_BUFFERS:
                 dist.all_reduce(holders)
             self._holders = (holders * stages // dist.get_world_size()).tolist()
-            torn = [
-                name for name, holder_count in zip(self.names, self._holders, strict=True) if 1 < holder_count < stages
-            ]
-            if torn:
-                raise ModelError(
-                    f"some of the stages hold the buffer {torn[0]} and change it, and others lack it; use "
-                    "pipeline_parallel_degree 1 or 2"
-                )
         return self._holders
 
     def _share(self, name: str, module: nn.Module | None, owner: int, holder_count: int) -> None:
