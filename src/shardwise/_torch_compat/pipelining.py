@@ -11,6 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 
+# No public name: the operator by which `pipe_split()` leaves its mark in a graph (torch 2.11 to 2.14).
+from torch.distributed.pipelining._IR import aten_pipe_split_alias as CUT_MARK
+
+__all__ = ["CUT_MARK", "LazyStage", "UnpairedDualPipeV"]
+
 
 class UnpairedDualPipeV(ScheduleDualPipeV):
     """DualPipeV whose paired forward and backward are two actions, so that what the first made leaves before the second

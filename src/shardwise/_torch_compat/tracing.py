@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -46,6 +47,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "without_stack_traces",
 ]
 
 # Text of what has no class of its own: `numpy()` of fake tensors, `item()` and copies of those on the meta device.
@@ -90,3 +92,14 @@ def runs_backward() -> bool:
     """Return whether autograd's backward is what runs now, recomputed forwards included."""
     # No public name: torch's own hooks of multi-tensor gradients ask it (torch 2.11 to 2.13).
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def without_stack_traces() -> Iterator[None]:
+    """Let torch not note the lines of operators that it traces: a fifth of a trace's time (torch 2.13 and 2.14)."""
+    before = getattr(torch.fx.config, "do_not_emit_stack_traces", False)
+    torch.fx.config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        torch.fx.config.do_not_emit_stack_traces = before

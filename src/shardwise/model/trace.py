@@ -1,21 +1,22 @@
-"""Cuts the forward of a model that is no chain of blocks into pieces, by torch's `pipeline()` (`torch.export`).
+"""Cuts the forward of a model that is no chain of blocks into pieces of its graph, by `torch.export`.
 
 The traced pieces call operators, not modules; they read parameters by the names of the unmodified model. What crosses a
 cut may come from any piece before it (skip connections). Values that follow from the batch alone, such as masks, need
 not travel: whoever wants them makes them again, by the part of a piece that leads to them.
+
+Torch's own `pipeline()` marks cuts in the same way, and takes as long again to make modules of the pieces.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from io import StringIO
 from itertools import chain, repeat
 from types import MethodType, SimpleNamespace
@@ -23,11 +24,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.pipelining import pipe_split, pipeline
+from torch.distributed.pipelining import pipe_split
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from transformers.utils import ModelOutput
 
 from shardwise._torch_compat.modules import copy_module
-from shardwise._torch_compat.tracing import FakeTensorMode, is_fake, tree_flatten, tree_leaves, tree_unflatten
+from shardwise._torch_compat.pipelining import CUT_MARK
+from shardwise._torch_compat.tracing import (
+    FakeTensorMode,
+    is_fake,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    without_stack_traces,
+)
 from shardwise.job.objects import in_parentheses, is_users_file
 from shardwise.model.call_names import call_names, called_module
 from shardwise.model.copies import deep_copy
@@ -42,8 +53,6 @@ DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in 
 _WITH_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 DROPOUTS = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-PIECE = "submod_pp_"  # torch's names of the pieces: with their numbers
-_ROOT = {"": ("", "torch.nn.Module")}
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,26 @@ class TracedPiece:
     Attributes:
         state: names of the parameters, buffers and constants it reads.
         takes: values that it computes from.
-        run: (state ..., takes ...) -> list of the tensors it gives.
+        graph: (state ..., takes ...) -> list of the tensors it gives.
         changes: buffers among `state` into which it writes, such as running statistics.
         bound: names of its operators that work on more than the batch.
     """
 
     state: tuple[str, ...]
     takes: tuple[Value, ...]
-    run: fx.GraphModule
+    graph: fx.Graph
     changes: frozenset[str] = frozenset()
     bound: set[str] = field(default_factory=set)
+
+    @cached_property
+    def run(self) -> fx.GraphModule:
+        """Is the graph, compiled."""
+        return fx.GraphModule(nn.Module(), self.graph)
+
+    @property
+    def gives(self) -> list[fx.Node]:
+        """Nodes of the tensors it gives."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 @dataclass
@@ -151,13 +170,35 @@ def trace(
         traced.get_submodule(name).register_forward_pre_hook(_Cuts(name, starts, reached))
     classes = {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
     values = tuple(_fake(mode, tensor, device, tensor.dtype) for tensor in tensors.values())
+    program = _exported(model, traced, values, spec)
+    if reached != list(starts[: len(reached)]):
+        raise UntraceableError("it makes the calls before which it is cut in another order")
+    if dropout is not None:
+        _number_dropouts(program.graph, classes, blocks, dropout)
+    forward = _read(program, ForwardTrace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks)
+    forward.pieces += [_piece([], [], {}, {}) for _ in starts[len(reached) :]]  # such arguments end the forward earlier
+    return forward
+
+
+def _exported(
+    model: nn.Module, traced: nn.Module, values: tuple[Tensor, ...], spec: SimpleNamespace
+) -> ExportedProgram:
+    """Return torch's graph of the copy `traced` of `model`.
+
+    Raises:
+        UntraceableError: the graph would not be what the forward does.
+    """
     with (
         _quiet(),
         user_state_kept(model),
         process_numbers_kept() as were_drawn,
         own_gradients_found() as own_gradient,
     ):
-        pipe = pipeline(traced, values, split_policy=lambda gm: _flatten(gm, classes, blocks, dropout))
+        with without_stack_traces():
+            program = torch.export.export(traced, values)
+        if switching := _switching_node(program):
+            line = _line_of(torch.export.export(traced, values), switching)
+            raise UntraceableError(f"its forward switches gradients or autocast for a part of it{in_parentheses(line)}")
         if were_drawn():
             raise UntraceableError(
                 "its forward draws numbers from Python's or NumPy's generator, which a trace would keep"
@@ -166,13 +207,7 @@ def trace(
             raise UntraceableError(f"its forward has {own_gradient()}, of which a trace keeps nothing")
         if spec.counted:
             raise UntraceableError(f"its forward changes the number {spec.counted}, of which a trace keeps one value")
-    if pipe.num_stages != len(reached) + 1 or reached != list(starts[: len(reached)]):
-        raise UntraceableError(f"{pipe.num_stages} pieces came out of {len(starts)} cuts, or in another order")
-    forward = _read(
-        pipe.split_gm, ForwardTrace(tuple(tensors), [], {}, [], spec.rebuild, dtype=dtypes[0]), model, blocks
-    )
-    forward.pieces += [_empty_piece() for _ in starts[len(reached) :]]  # such arguments end the forward earlier
-    return forward
+    return program
 
 
 class _Cuts:
@@ -185,13 +220,6 @@ class _Cuts:
         if (call := next(self.calls)) in self.starts:
             self.reached.append(call)
             pipe_split()
-
-
-def _empty_piece() -> TracedPiece:
-    """Return a piece without operators: what the output needs goes past it."""
-    graph = fx.Graph()
-    graph.output([])
-    return TracedPiece((), (), fx.GraphModule(nn.Module(), graph))
 
 
 @contextmanager
@@ -215,7 +243,7 @@ def _fake(mode: Any, tensor: Tensor, device: torch.device, dtype: torch.dtype) -
 def _fake_copy(
     model: nn.Module, mode: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype | None]
 ) -> Any:
-    """Return a copy on fake tensors in which nothing is tied: torch 2.13 cannot sink a parameter of two names."""
+    """Return a copy on fake tensors in which nothing is tied: each use of a weight is read by its own name."""
     traced: Any = deep_copy(model, model.buffers())
     visited: set[int] = set()
     for name, module in list(traced.named_modules(remove_duplicate=False)):
@@ -273,94 +301,119 @@ def _without_caches(output: ModelOutput) -> ModelOutput:
     return type(output)(**{name: output[name] for name in names})
 
 
-def _flatten(
-    graph: fx.GraphModule, classes: Mapping[str, type], blocks: Collection[str], dropout: DropoutFunction | None
-) -> fx.GraphModule:
-    """Let pieces be plain lists of operators, and name each dropout by its module and its use."""
+def _number_dropouts(
+    graph: fx.Graph, classes: Mapping[str, type], blocks: Collection[str], dropout: DropoutFunction
+) -> None:
+    """Let operators of dropout call `dropout`, with the name of their module and the number of their use."""
     uses: Counter[str] = Counter()
-    for node in graph.graph.nodes:
-        if isinstance(getattr(graph, str(node.target), None), fx.GraphModule):  # which `pipeline()` loses
-            raise UntraceableError(
-                f"its forward switches gradients or autocast for a part of it{in_parentheses(_line_of(graph, node))}"
-            )
+    for node in graph.nodes:
+        if node.target not in DROPOUTS:
+            continue
         stack = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
-        if dropout is not None and node.target in DROPOUTS:
-            values, probability, training = node.args
-            inner = stack[-1] if stack else ""
-            block = next((name for name in stack if name in blocks), "")
-            name = inner if issubclass(classes.get(inner, nn.Module), nn.Dropout) else f"{block}/functional"
-            uses[name] += bool(training and probability)  # what drops nothing is not counted where modules run
-            node.target = dropout
-            node.args = (values, probability if training else 0.0, name, uses[name])
-        node.meta["nn_module_stack"] = _ROOT
-    return graph
+        values, probability, training = node.args
+        inner = stack[-1] if stack else ""
+        block = next((name for name in stack if name in blocks), "")
+        name = inner if issubclass(classes.get(inner, nn.Module), nn.Dropout) else f"{block}/functional"
+        uses[name] += bool(training and probability)  # what drops nothing is not counted where modules run
+        node.target = dropout
+        node.args = (values, probability if training else 0.0, name, uses[name])
 
 
-def _line_of(graph: fx.GraphModule, node: fx.Node) -> str:
-    """Return `file:line` of the first operator in the graph that a node names; empty where torch has not noted it."""
-    inner: Any = graph.get_submodule(str(node.target))
+def _switching_node(program: ExportedProgram) -> str:
+    """Return the name of the graph's first graph of its own, which torch makes where gradients or autocast change."""
+    names = (str(node.target) for node in program.graph.nodes if node.op == "get_attr")
+    return next((name for name in names if isinstance(getattr(program.graph_module, name), fx.GraphModule)), "")
+
+
+def _line_of(program: ExportedProgram, name: str) -> str:
+    """Return `file:line` of the first operator of a graph inside the graph; empty where torch has not noted it."""
+    inner: Any = program.graph_module.get_submodule(name)
     traces = (operator.meta.get("stack_trace") or "" for operator in inner.graph.nodes)
     frames = FRAME.findall(next(filter(None, traces), ""))
     return next((f"{file}:{line}" for file, line in reversed(frames) if is_users_file(file)), "")
 
 
-# --- torch's split graph ---------------------------------------------------------------------------------------------
+# --- torch's graph, cut ----------------------------------------------------------------------------------------------
 
 
-def _read(split: Any, forward: ForwardTrace, model: nn.Module, blocks: Collection[str]) -> ForwardTrace:
-    """Read torch's graph of pieces into `forward`."""
-    values: dict[fx.Node, Value] = {}
+def _read(program: ExportedProgram, forward: ForwardTrace, model: nn.Module, blocks: Collection[str]) -> ForwardTrace:
+    """Read torch's graph into `forward`."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     owners = (*(name.rpartition(".")[0] for name in weights if "." in name), *blocks)
     # A buffer that stands beside weights, or in a block, has values only on the stage of those.
     bound = weights | {name for name in buffers if name.startswith(tuple(f"{owner}." for owner in owners))}
-    calls: dict[int, fx.Node] = {}  # torch sorts pieces by what they need; their numbers are the forward's order
-    for node in split.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = (-1, len(forward.free))
-            forward.free.add(values[node])
-        elif node.op == "call_module":
-            number = int(node.target.removeprefix(PIECE))
-            calls[number], values[node] = node, (number, 0)
-        elif node.op == "output":
-            forward.outputs = [values[leaf] for leaf in tree_leaves(node.args) if isinstance(leaf, fx.Node)]
-        elif node.target is operator.getitem:
-            values[node] = (values[node.args[0]][0], node.args[1])
-    for number in range(len(calls)):
-        arguments: Any = calls[number].args
-        takes = tuple(values[argument] for argument in arguments)
-        forward.pieces.append(_piece(split.get_submodule(calls[number].target), forward, weights, buffers, takes))
-        _follow(forward, bound | forward.pieces[-1].changes)
+    state, values = _arguments(program, forward)
+    parts, end = _cut(program.graph), program.graph.output_node()
+    for number, nodes in enumerate(parts):
+        within = set(nodes)
+        leaving = [node for node in nodes if not within.issuperset(node.users)]
+        values |= {node: (number, place) for place, node in enumerate(leaving)}
+        forward.pieces.append(_piece(nodes, leaving, state, values))
+        changes = _changes(forward.pieces[-1], buffers)
+        forward.pieces[-1] = replace(forward.pieces[-1], changes=changes)
+        _follow(forward, bound | changes)
+    forward.outputs = [values[leaf] for leaf in tree_leaves(end.args) if isinstance(leaf, fx.Node)]
     _check_changes(forward)
     return forward
 
 
+def _arguments(program: ExportedProgram, forward: ForwardTrace) -> tuple[dict[fx.Node, str], dict[fx.Node, Value]]:
+    """Return the arguments of torch's graph: names of what it reads of the model, and values of the batch."""
+    state, values = dict[fx.Node, str](), dict[fx.Node, Value]()
+    arguments = (node for node in program.graph.nodes if node.op == "placeholder")
+    for node, given in zip(arguments, program.graph_signature.input_specs, strict=True):
+        if given.kind is InputKind.USER_INPUT:
+            values[node] = (-1, len(forward.free))
+            forward.free.add(values[node])
+        else:
+            assert given.target is not None
+            state[node] = given.target
+        if given.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ) and node.users:
+            forward.constants[state[node]] = _constant(program, state[node])
+    return state, values
+
+
+def _constant(program: ExportedProgram, name: str) -> Tensor:
+    constant = program.constants[name]
+    if not isinstance(constant, Tensor):
+        raise UntraceableError(f"its forward reads {name}, which is no tensor")
+    if is_fake(constant):
+        raise UntraceableError("its forward makes a tensor while it is traced of which torch keeps no value")
+    return constant
+
+
+def _cut(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Return the operators between two marks, and before the first and behind the last."""
+    parts: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node.target is CUT_MARK:
+            parts.append([])
+        elif node.op not in ("placeholder", "output"):
+            parts[-1].append(node)
+    return parts
+
+
 def _piece(
-    module: Any, forward: ForwardTrace, weights: set[str], buffers: set[str], takes: tuple[Value, ...]
+    nodes: Sequence[fx.Node], leaving: Sequence[fx.Node], state: Mapping[fx.Node, str], values: Mapping[fx.Node, Value]
 ) -> TracedPiece:
-    """Return torch's module of a piece, in which what it reads is an argument and its output a list."""
-    graph, names = fx.Graph(), list[str]()  # without torch's calling convention for the first piece
-    graph.output(graph.graph_copy(module.graph, {}))
-    reads = [node for node in graph.nodes if node.op == "get_attr"]
-    for node in reversed(reads):
-        name = node.target
-        if name not in weights and name not in buffers:
-            constant = operator.attrgetter(name)(module)
-            if not isinstance(constant, Tensor):
-                raise UntraceableError(f"torch traced a graph inside of the graph, {name}")
-            if is_fake(constant):
-                raise UntraceableError("its forward makes a tensor while it is traced of which torch keeps no value")
-            name = f"{len(forward.pieces)}/{name}"
-            forward.constants[name] = constant
-        names.insert(0, name)
-        with graph.inserting_before(None):
-            argument = graph.placeholder(f"read_{len(names)}")
-        node.replace_all_uses_with(argument)
-        graph.erase_node(node)
-    end = next(node for node in graph.nodes if node.op == "output")
-    end.args = (list(end.args[0]) if isinstance(end.args[0], tuple | list) else [end.args[0]],)
-    return TracedPiece(tuple(names), takes, fx.GraphModule(nn.Module(), graph), _changes(graph, names, buffers))
+    """Return a piece of operators of torch's graph.
+
+    Args:
+        nodes: its operators, in order.
+        leaving: those among them whose values others need.
+        state: names of parameters, buffers and constants by their arguments of the graph.
+        values: by operators of earlier pieces, and arguments of the batch.
+    """
+    graph, within, copies = fx.Graph(), set(nodes), dict[fx.Node, fx.Node]()
+    given = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in within)
+    read, taken = [node for node in given if node in state], [node for node in given if node not in state]
+    for node in (*read, *taken):
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in leaving])
+    return TracedPiece(tuple(state[node] for node in read), tuple(values[node] for node in taken), graph)
 
 
 def _follow(forward: ForwardTrace, names: set[str]) -> None:
@@ -368,7 +421,7 @@ def _follow(forward: ForwardTrace, names: set[str]) -> None:
     piece, number = forward.pieces[-1], len(forward.pieces) - 1
     sources = (name in names for name in piece.state), (value not in forward.free for value in piece.takes)
     bound: set[fx.Node] = set()
-    nodes: list[Any] = list(piece.run.graph.nodes)
+    nodes: list[Any] = list(piece.graph.nodes)
     for node, is_bound in zip(nodes, chain(*sources, repeat(False)), strict=False):
         if is_bound or any(source in bound for source in node.all_input_nodes):
             bound.add(node)
@@ -393,16 +446,16 @@ def _written(node: fx.Node) -> list[Any]:
     return [value for value, argument in pairs if argument.alias_info and argument.alias_info.is_write]
 
 
-def _changes(graph: fx.Graph, state: Sequence[str], buffers: set[str]) -> frozenset[str]:
-    """Return the buffers into which a piece writes, whose first arguments are `state`.
+def _changes(piece: TracedPiece, buffers: set[str]) -> frozenset[str]:
+    """Return the buffers into which a piece writes.
 
     Raises:
         UntraceableError: it writes into a parameter, a constant, or a tensor that came over a cut.
     """
-    arguments = [node for node in graph.nodes if node.op == "placeholder"]
-    names = dict(zip(arguments, state, strict=False))
+    arguments = [node for node in piece.graph.nodes if node.op == "placeholder"]
+    names = dict(zip(arguments, piece.state, strict=False))
     changed = set()
-    for node in graph.nodes:
+    for node in piece.graph.nodes:
         for value in _written(node):
             if value in arguments and names.get(value) not in buffers:
                 raise UntraceableError(f"its forward changes a parameter or an input in place, by {node.target}")
@@ -430,9 +483,9 @@ def _check_changes(forward: ForwardTrace) -> None:
 def _pruned(piece: TracedPiece, outputs: Iterable[int]) -> TracedPiece:
     """Return the part of a piece that leads to `outputs`; it gives None for the others."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(piece.run.graph, copies)
-    end, wanted = next(node for node in piece.run.graph.nodes if node.op == "output"), set(outputs)
-    graph.output([copies[node] if number in wanted else None for number, node in enumerate(end.args[0])])
+    graph.graph_copy(piece.graph, copies)
+    wanted = set(outputs)
+    graph.output([copies[node] if number in wanted else None for number, node in enumerate(piece.gives)])
     writing = {copies[node] for node in copies if _written(node) and node.name not in piece.bound}
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in writing)
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
@@ -443,4 +496,4 @@ def _pruned(piece: TracedPiece, outputs: Iterable[int]) -> TracedPiece:
             graph.erase_node(node)
     state = tuple(source for source in kept if isinstance(source, str))
     takes = tuple(source for source in kept if not isinstance(source, str))
-    return TracedPiece(state, takes, fx.GraphModule(nn.Module(), graph))
+    return TracedPiece(state, takes, graph)

@@ -89,10 +89,9 @@ def _sent(traced: ForwardTrace, number: int) -> set[str]:
     """Return the weights and buffers of a piece on which what it sends over the cut behind it depends."""
     piece, crossing = traced.pieces[number], traced.crossing(number + 1)
     sources: dict[Any, set[str]] = {}
-    for node, name in zip_longest(piece.run.graph.nodes, piece.state):
+    for node, name in zip_longest(piece.graph.nodes, piece.state):
         sources[node] = set().union({name} if name else (), *(sources[given] for given in node.all_input_nodes))
-    outputs = next(node for node in piece.run.graph.nodes if node.op == "output").args[0]
-    return set().union(*(sources[node] for place, node in enumerate(outputs) if (number, place) in crossing))
+    return set().union(*(sources[node] for place, node in enumerate(piece.gives) if (number, place) in crossing))
 
 
 def _as_tried(value: Any) -> Any:
