@@ -149,7 +149,6 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
     """Return the job of a cell, of which four sequences make a step."""
     reads_files = TASK_RECORDS[task].reads_files
     config, arguments = toy_of_files(task, model_type) if reads_files else (toy_config(model_type), {})
-    config["experts_implementation"] = "eager"
     model: dict[str, Any] = {"config": config, "task": task}
     data: dict[str, Any] = {"sequence_length": LENGTH}
     if TASK_RECORDS[task].classifies:

@@ -222,13 +222,28 @@ def test_ties_of_three_names() -> None:
     assert find_ties(model) == (("a.weight", "b.weight", "c.weight"),)
 
 
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "intermediate_size": 16, "num_local_experts": 5, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [None, "grouped_mm"])
+def test_experts_run_one_after_the_other_in_fp64_unless_the_config_chooses(chosen: str | None) -> None:
+    config = MIXTRAL if chosen is None else {**MIXTRAL, "experts_implementation": chosen}
+    job = Job.model_validate({"model": {"config": config}, "precision": {"compute": "fp64"}})
+    facts = discover(build_model(job), job)
+    assert facts.experts_looped == (chosen is None) and facts.experts_grouped == (chosen is not None)
+
+
+def test_experts_are_grouped_in_fp32() -> None:
+    job = Job.model_validate({"model": {"config": MIXTRAL}})
+    facts = discover(build_model(job), job)
+    assert facts.experts_grouped and not facts.experts_looped
+
+
 def test_flops_count_the_experts_that_a_token_goes_to() -> None:
-    config = {
-        "model_type": "mixtral", "vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16,
-        "num_local_experts": 5, "num_experts_per_tok": 2,
-    }  # fmt: skip
-    job = Job.model_validate({"model": {"config": config}, "data": {"sequence_length": 16}})
+    job = Job.model_validate({"model": {"config": MIXTRAL}, "data": {"sequence_length": 16}})
     facts = discover(build_model(job), job)
     expert = 3 * 32 * 16
     assert facts.idle_parameters == 2 * 3 * expert and facts.experts_of_token == 2 and not facts.experts_copied

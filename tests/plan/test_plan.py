@@ -208,6 +208,7 @@ def test_even_cut(rows: int, limit: int, cut: int) -> None:
         ),
         ({"training": {"sequences_per_step": 13}}, FACTS, "3 of 16 rows of a step are padding"),
         ({}, replace(FACTS, has_attention_dropout=True), "model.attention=eager"),
+        ({"precision": {"compute": "fp64"}}, replace(FACTS, experts_looped=True), "one after the other (eager)"),
         ({}, replace(FACTS, head=None), "Logits exist whole"),
         ({"model": {"factory": "a:b"}}, FLAT, "Logits exist whole: a module of model.factory"),
     ],

@@ -46,6 +46,7 @@ from shardwise.model.construct import (
     uninitialized_is_nan,
 )
 from shardwise.model.default import default_config
+from shardwise.model.experts import LOOPED
 from shardwise.model.initializers import run_initializer
 from shardwise.model.layer_configs import has_attribute
 from shardwise.model.registry import family_of
@@ -107,6 +108,8 @@ def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
         config.id2label = dict(enumerate(section.labels))
         config.label2id = {label: number for number, label in enumerate(section.labels)}
     grow_vocabulary(config, job)
+    if job.precision.compute == "fp64" and config._experts_implementation is None:
+        config._experts_implementation = LOOPED  # transformers' own choice, grouped products, does not compute in it
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config

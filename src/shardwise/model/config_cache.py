@@ -38,4 +38,5 @@ def _key(model: Any) -> tuple[Any, ...]:
     config: Any = model.config
     modules = tuple((name, type(module)) for name, module in model.named_modules())
     shapes = tuple((name, parameter.shape, parameter.dtype) for name, parameter in model.named_parameters())
-    return type(model), config.to_json_string(use_diff=False), config._attn_implementation, modules, shapes
+    kernels = config._attn_implementation, config._experts_implementation
+    return type(model), config.to_json_string(use_diff=False), *kernels, modules, shapes

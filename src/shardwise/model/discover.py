@@ -32,6 +32,7 @@ from shardwise.model.experts import (
     BATCHED,
     NUMBER,
     computes_grouped,
+    computes_looped,
     expert_capability,
     expert_matrices,
     expert_stacks,
@@ -272,6 +273,7 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
         "adds_balancing_loss": bool(getattr(model, ADDS_LOSS, False)),
         "experts_copied": getattr(config, "_experts_implementation", None) == BATCHED,
         "experts_grouped": computes_grouped(model),
+        "experts_looped": computes_looped(model),
     }
 
 

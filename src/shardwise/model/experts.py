@@ -116,6 +116,12 @@ def computes_grouped(model: nn.Module) -> bool:
     return any(is_grouped(module) for _, module in _experts(model))
 
 
+def computes_looped(model: nn.Module) -> bool:
+    """Return whether some experts of `model` are computed one after the other, though transformers could group them."""
+    wrapped = (module for _, module in _experts(model) if hasattr(type(module).forward, "__wrapped__"))
+    return any(getattr(module.config, "_experts_implementation", None) == LOOPED for module in wrapped)
+
+
 def is_grouped(experts: nn.Module) -> bool:
     """Return True if the forward of `experts`, as transformers has it, takes grouped products."""
     return not ungrouped_reason(experts)

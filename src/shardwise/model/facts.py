@@ -267,6 +267,7 @@ class ModelFacts:
     adds_balancing_loss: bool = False  # the model's own loss has it
     experts_copied: bool = False  # experts' weights are copied for each token that goes to them (batched_mm)
     experts_grouped: bool = False  # some are computed by grouped products (grouped_mm)
+    experts_looped: bool = False  # some are computed one after the other (eager) that could be grouped
     ties: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that share one storage
     tie_sources: dict[str, str] = field(default_factory=dict)  # first name of a tie -> that whose initializer counts
     hidden_size: int = 0

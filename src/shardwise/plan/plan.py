@@ -684,6 +684,8 @@ def _model_notes(draft: Draft) -> Iterator[str]:
         yield "precision.fp8=emulate shows the numbers of float8 and none of its speed: products run in fp32."
     if draft.precision.fp8 == "torchao" and not draft.model.compile:
         yield "precision.fp8=torchao without model.compile: casts are not fused, and eat most of what products gain."
+    if draft.compute == "fp64" and draft.facts.experts_looped:
+        yield "precision.compute=fp64: experts are computed one after the other (eager); grouped products have no fp64."
     if not draft.chunked_loss:
         yield f"Logits exist whole: {_whole_logits(draft)}."
     if draft.facts.has_attention_dropout and not draft.exact_dropout:
