@@ -33,6 +33,10 @@ class ModelError(ShardwiseError):
     """A model directory or factory that cannot be read, built or initialized."""
 
 
+class MissingTokenError(ModelError):
+    """A config that lacks a token which the task needs."""
+
+
 class KernelError(ShardwiseError):
     """An attention kernel that is not installed or cannot do what the model asks of it."""
 

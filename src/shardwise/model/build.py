@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 
-from shardwise.errors import ConfigError, ModelError, ShardwiseError
+from shardwise.errors import ConfigError, MissingTokenError, ModelError, ShardwiseError
 from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at
 from shardwise.job.schema import Job, ModelSection
 from shardwise.job.tasks import TASKS
@@ -385,6 +385,7 @@ def check_head(config: PreTrainedConfig, section: ModelSection) -> None:
 
     Raises:
         ModelError: it is refused.
+        MissingTokenError: it lacks a token.
     """
     task = TASKS[section.task]
     if refusal := family_of(str(config.model_type)).refusal:
@@ -397,7 +398,7 @@ def check_head(config: PreTrainedConfig, section: ModelSection) -> None:
         is_decoder = type(config) not in MODEL_FOR_MASKED_LM_MAPPING
         padding = getattr(_text_config(config, section), "pad_token_id", None)
         if section.task == "sequence_classification" and is_decoder and padding is None:
-            raise ModelError(
+            raise MissingTokenError(
                 f"the config of {config.model_type!r} has no pad_token_id, by which the last token of a sample is "
                 "found; set it to the token with which the samples are padded"
             )
@@ -443,7 +444,7 @@ def _check_decoder(config: PreTrainedConfig, section: ModelSection) -> None:
         return
     if not has_attribute(config, START) and not _is_read(START, config):
         raise ModelError(f"{where} has a decoder that begins in a way of its own; {OWN_WAY}")
-    raise ModelError(
+    raise MissingTokenError(
         f"the config of {config.model_type!r} has no {START}, with which the decoder begins; set it (T5's is its "
         "pad_token_id)"
     )
