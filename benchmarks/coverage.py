@@ -440,11 +440,12 @@ def sweep(
                 with lock, record.open("a") as file:
                     file.write(json.dumps(asdict(cell)) + "\n")
 
+        executor = ThreadPoolExecutor(processes)
         try:
-            with ThreadPoolExecutor(processes) as executor:
-                left = lacking(record, types, layouts, again)
-                list(executor.map(run, left, left.values()))
+            left = lacking(record, types, layouts, again)
+            list(executor.map(run, left, left.values()))
         finally:
+            executor.shutdown(cancel_futures=True)  # Ctrl-C ends the sweep with the types that run
             for pool in pools:
                 pool.close()
     return [cell for cell in read_record(record) if cell.key[:2] in set(types)]

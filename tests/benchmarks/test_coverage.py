@@ -46,7 +46,7 @@ def test_a_record_is_gone_on_with_for_one_version_of_transformers(
     assert coverage.lacking(record, [("causal_lm", "llama")], ["sharded 2", "tensor 2"], ()) == {
         ("causal_lm", "llama"): ["tensor 2"]
     }
-    monkeypatch.setattr(transformers, "__version__", "0")
+    monkeypatch.setattr("benchmarks.coverage.transformers.__version__", "0")
     assert coverage.read_record(record) == []
 
 
