@@ -21,6 +21,8 @@ GROUPS = {**WIDE, "num_key_value_heads": 2}
 QUICK: list[tuple[str, str, str, str, dict[str, Any]]] = [  # task, type, layout, dtype, config
     # Weights that are not trained and that later stages' blocks are given.
     ("masked_lm", "roformer", "pipeline 2", "fp64", {**WIDE, "embedding_size": 64}),
+    # No list of blocks, an embedding that the last stage's head shares, and a pooler whose output nobody reads.
+    ("masked_lm", "squeezebert", "pipeline 2", "fp64", {**WIDE, "embedding_size": 64}),
     # Experts for which transformers takes grouped products, which have no fp64.
     ("causal_lm", "mixtral", "sharded 2", "fp64", {**GROUPS, "num_local_experts": 4}),
 ]

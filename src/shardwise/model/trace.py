@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from io import StringIO
 from itertools import chain, repeat
+from operator import attrgetter
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -196,8 +197,10 @@ def _exported(
     ):
         with without_stack_traces():
             program = torch.export.export(traced, values)
-        if switching := _switching_node(program):
-            line = _line_of(torch.export.export(traced, values), switching)
+        if inner := next((str(node.target) for node in program.graph.nodes if node.op == "get_attr"), ""):
+            if not isinstance(attrgetter(inner)(program.graph_module), fx.GraphModule):
+                raise UntraceableError(f"torch's graph of it has a part that is none, {inner}")
+            line = _line_of(torch.export.export(traced, values), inner)
             raise UntraceableError(f"its forward switches gradients or autocast for a part of it{in_parentheses(line)}")
         if were_drawn():
             raise UntraceableError(
@@ -317,12 +320,6 @@ def _number_dropouts(
         uses[name] += bool(training and probability)  # what drops nothing is not counted where modules run
         node.target = dropout
         node.args = (values, probability if training else 0.0, name, uses[name])
-
-
-def _switching_node(program: ExportedProgram) -> str:
-    """Return the name of the graph's first graph of its own, which torch makes where gradients or autocast change."""
-    names = (str(node.target) for node in program.graph.nodes if node.op == "get_attr")
-    return next((name for name in names if isinstance(getattr(program.graph_module, name), fx.GraphModule)), "")
 
 
 def _line_of(program: ExportedProgram, name: str) -> str:

@@ -87,7 +87,9 @@ def cut_traced(model: nn.Module, tracer: StageTracer, stage: int) -> StageBounda
     names = {name for name, stages in holders(plan, facts).items() if stage in stages}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kept = {id(parameters[name]) for name in names}
-    absent = {block.name for block in facts.blocks} - set(map(called_module, plan.stages[stage]))
+    owners = {f"{name.rpartition('.')[0]}." for name, parameter in parameters.items() if id(parameter) in kept}
+    others = {block.name for block in facts.blocks} - set(map(called_module, plan.stages[stage]))
+    absent = {name for name in others if not any(owner.startswith(f"{name}.") for owner in owners)}
     for name, module in model.named_modules():
         own = list(module.named_parameters(recurse=False, remove_duplicate=False))
         removed = [leaf for leaf, parameter in own if id(parameter) not in kept]
