@@ -76,7 +76,7 @@ class TracedPiece:
 
     @cached_property
     def run(self) -> fx.GraphModule:
-        """Is the graph, compiled."""
+        """Return the graph as a module that runs."""
         return fx.GraphModule(nn.Module(), self.graph)
 
     @property
@@ -199,7 +199,7 @@ def _exported(
             program = torch.export.export(traced, values)
         if inner := next((str(node.target) for node in program.graph.nodes if node.op == "get_attr"), ""):
             if not isinstance(attrgetter(inner)(program.graph_module), fx.GraphModule):
-                raise UntraceableError(f"torch's graph of it has a part that is none, {inner}")
+                raise UntraceableError(f"torch's graph of it holds a module, {inner}")
             line = _line_of(torch.export.export(traced, values), inner)
             raise UntraceableError(f"its forward switches gradients or autocast for a part of it{in_parentheses(line)}")
         if were_drawn():
