@@ -49,6 +49,13 @@ class ModelTask:
         """True where rows name files of images or of sound, which are read as they are trained on."""
         return self.samples in ("images", "speech", "chat")
 
+    @property
+    def whole_sequences(self) -> str:
+        """Why context ranks cannot share its sequences, as a clause; empty where the model decides."""
+        if self.classifies:
+            return "a head of classes reads whole sequences"
+        return "sequences of tokens are split, and samples of files are others" if self.reads_files else ""
+
     def model_class(self) -> Any:
         """Return transformers' class that makes a model of a config, or of a directory."""
         import transformers

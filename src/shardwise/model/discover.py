@@ -23,7 +23,7 @@ from shardwise._torch_compat.modules import is_compiled
 from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, Capability, refused, unless
 from shardwise.job.schema import Job
-from shardwise.job.tasks import TASKS
+from shardwise.job.tasks import TASKS, ModelTask
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
@@ -127,7 +127,7 @@ def _discover(
     splits, mixer_outputs = _with_mixers(model, splits, tensor.ok)
     parents = parents_that_initialize(model, blocks)
     stages, pipeline = _stages(model, lists, ties, forward, example, parents)
-    examined = ExaminedModel(model, tuple(map(tuple, lists)), forward, tensor, pipeline)
+    examined = ExaminedModel(model, tuple(map(tuple, lists)), forward, tensor, pipeline, TASKS[job.model.task])
     name = getattr(config, "model_type", None) or type(model).__name__
     family = family_of(name)
     is_pretrained = isinstance(model, PreTrainedModel)
@@ -367,6 +367,7 @@ class ExaminedModel:
         lists: names of the repeated blocks.
         forward: findings of its forward.
         tensor, pipeline: answers that came with the tensor splits and with the stages.
+        task: the job's.
     """
 
     model: nn.Module
@@ -374,6 +375,7 @@ class ExaminedModel:
     forward: ForwardProbe
     tensor: Capability
     pipeline: Capability
+    task: ModelTask
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -420,6 +422,8 @@ def _context_capability(examined: ExaminedModel) -> Capability:
 
 
 def _split_inputs(examined: ExaminedModel) -> Capability:
+    if examined.task.whole_sequences:
+        return refused(examined.task.whole_sequences)
     forward = examined.forward
     capability = context_capability(
         examined.model,
@@ -440,6 +444,8 @@ def _split_forward(examined: ExaminedModel) -> tuple[SplitForward | None, str]:
     forward, model = examined.forward, examined.model
     if examined.split_inputs.ok or forward.failure or not isinstance(model, PreTrainedModel):
         return None, ""
+    if examined.task.whole_sequences:
+        return None, examined.task.whole_sequences
     if forward.draws_on_activations:
         return None, "its forward draws random numbers for all tokens of a microbatch together"
     if _takes_shares(model.config):
