@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch
 from shardwise.parallel.tensor_map import Slices
-from shardwise.testing.copies import CopyError, buffer_digests, compare_copies, gathered
+from shardwise.testing.copies import CopyError, buffer_digests, compare_copies, gathered_on_first
 from shardwise.testing.precision_record import PrecisionRecord, recorded_precision
 from shardwise.training.setup import AssembledJob
 from shardwise.training.trainer import Trainer
@@ -37,7 +37,7 @@ class ClipFactor(NamedTuple):
 
 @dataclass
 class Captured:
-    """Results of one step of the engine. The dicts are empty on ranks other than 0.
+    """Results of one step of the engine. What is gathered of ranks is empty on others than rank 0.
 
     Attributes:
         count: what the loss is divided by.
@@ -111,7 +111,7 @@ def capture_step(trainer: Trainer, batches: Sequence[Batch]) -> Captured:
         "buffers": watcher.buffers,
         "slices": {entry.name: [region.logical for region in entry.regions] for entry in entries},
     }
-    everyone = gathered(of_rank)  # in one message
+    everyone = gathered_on_first(of_rank)  # in one message
     by_rank: dict[str, Any] = {key: [record[key] for record in everyone] for key in of_rank}
     return Captured(
         step=step,

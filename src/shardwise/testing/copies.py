@@ -109,3 +109,10 @@ def gathered(own: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def gathered_on_first(own: Any) -> list[Any]:
+    """Return every rank's object, by rank, on rank 0; nothing on the others. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(own, everyone or None)
+    return everyone
