@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from benchmarks import coverage
 from shardwise.job.schema import Job
@@ -65,6 +67,8 @@ SLOW: list[tuple[str, str, str, str, dict[str, Any]]] = [
 def test_four_blocks_agree_with_one_process(
     world_pool: WorldPool, tmp_path: Path, task: str, model_type: str, layout: str, dtype: str, config: dict[str, Any]
 ) -> None:
+    if model_type == "roformer" and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("it is refused by name: its forward switches gradients off there")
     coverage.write_corpora(tmp_path)
     sections = coverage.toy_job(tmp_path, task, model_type, layout, dtype).model_dump(mode="json", exclude_unset=True)
     config = {**config, "vocab_size": sections["data"].get("vocabulary_size", coverage.VOCABULARY)}
