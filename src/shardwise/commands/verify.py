@@ -195,8 +195,8 @@ def _verify_precision(
     run = session.assembled
     report.title = _title(run, "one process")
     _check_memory(run)
-    alike = [*compare_schedule(session), *compare_order(run)] if session.rank == 0 else []  # on all ranks
-    report.add([*alike, *compare_start(run, drawn)])
+    common = [*compare_schedule(session), *compare_order(run)] if session.rank == 0 else []  # other ranks find the same
+    report.add([*common, *compare_start(run, drawn)])
     weights = gather(run)
     buffers = {name: buffer.cpu() for part in run.model.parts for name, buffer in part.module.named_buffers()}
 
