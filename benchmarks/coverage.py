@@ -9,8 +9,8 @@ A cell is a model type with a task, on a layout. Studying the toy and judging it
 verify` says whether it agrees. Everything else is a fault of shardwise: wrong numbers, an error without a name, a hang,
 a refusal that comes only when ranks run. A type of which transformers itself cannot run a toy has no other cells.
 
-Popular types come first. Cells are appended to the record as they end, and a run goes on where the record of the same
-version of transformers ends; of two lines of one cell the later counts.
+Popular types come first; the tasks of a type follow each other. Cells are appended to the record as they end, and a run
+goes on where the record of the same version of transformers ends; of two lines of one cell the later counts.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def toy_job(directory: Path, task: str, model_type: str, layout: str, precision:
         {
             "model": model,
             "data": data,
-            "training": {"steps": 2, "sequences_per_step": 4, "microbatch_size": 1},
+            "training": {"steps": 2, "sequences_per_step": 4, "microbatch_size": 2},
             "precision": {"compute": precision},
             "parallel": {"device": "cpu", **LAYOUTS[layout][1]},
         }
@@ -394,7 +394,7 @@ def all_types(tasks: Sequence[str]) -> list[tuple[str, str]]:
     others = {task: sorted(_types_of(mapping) - known) for task, mapping in OTHER_MAPPINGS.items()}
     found = [(task, model_type) for task in tasks for model_type in (languages | others)[task]]
     popular = [case for case in popular_types() if case in set(found)]
-    return popular + [case for case in found if case not in set(popular)]
+    return list(dict.fromkeys(popular + found))
 
 
 def _types_of(mapping: str) -> set[str]:
@@ -432,23 +432,31 @@ def sweep(
         write_corpora(directory)
         pools: list[WorldPool] = []
 
-        def run(case: tuple[str, str], names: list[str]) -> None:
+        def run(cases: dict[tuple[str, str], list[str]]) -> None:
             if not hasattr(own, "pool"):
                 own.pool = WorldPool()
                 pools.append(own.pool)
-            for cell in cells_of(own.pool, directory, *case, names, commit):
-                with lock, record.open("a") as file:
-                    file.write(json.dumps(asdict(cell)) + "\n")
+            for case, names in cases.items():
+                for cell in cells_of(own.pool, directory, *case, names, commit):
+                    with lock, record.open("a") as file:
+                        file.write(json.dumps(asdict(cell)) + "\n")
 
         executor = ThreadPoolExecutor(processes)
         try:
-            left = lacking(record, types, layouts, again)
-            list(executor.map(run, left, left.values()))
+            list(executor.map(run, by_type(lacking(record, types, layouts, again))))
         finally:
             executor.shutdown(cancel_futures=True)  # Ctrl-C ends the sweep with the types that run
             for pool in pools:
                 pool.close()
     return [cell for cell in read_record(record) if cell.key[:2] in set(types)]
+
+
+def by_type(cases: dict[tuple[str, str], list[str]]) -> list[dict[tuple[str, str], list[str]]]:
+    """Return cases with those of one type together: a worker imports its modules once."""
+    types: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for case, layouts in cases.items():
+        types.setdefault(case[1], {})[case] = layouts
+    return list(types.values())
 
 
 def current_commit() -> str:

@@ -13,9 +13,9 @@ from transformers.models.mpt.modeling_mpt import MptMLP
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
-from shardwise.model.carried_state import CarriedState, carried_state
+from shardwise.model.carried_state import carried_state
 from shardwise.model.discover import discover, find_block_lists
-from shardwise.model.facts import DECODER, ENCODER, GatheredModule, SplitAttention, SplitForward
+from shardwise.model.facts import DECODER, ENCODER, CarriedState, GatheredModule, SplitAttention, SplitForward
 from shardwise.model.split_forward import find_split_forward
 from shardwise.testing.toy_configs import toy_config
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ModelError
-from shardwise.model.carried_state import CarriedState
-from shardwise.model.facts import DECODER, GatheredModule
+from shardwise.model.facts import DECODER, CarriedState, GatheredModule
 from shardwise.parallel.carried_state import run_in_chunks
 
 ALONE: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: 1, rank=lambda: 0), settle=lambda: None)

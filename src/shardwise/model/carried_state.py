@@ -11,28 +11,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise._torch_compat.tracing import tree_leaves
+from shardwise.model.facts import CarriedState
+from shardwise.model.stage_cut import leaves_of_graph
 
 CACHE = "cache"  # transformers' name of the argument
-
-
-@dataclass(frozen=True)
-class CarriedState:
-    """The state that a mixer hands on from one part of its rows to the next.
-
-    Attributes:
-        recurrent: shape of the state of its recurrence, of one row of a batch; None without one.
-        ahead: shape [channels, positions] of what its convolution reads ahead of its rows; None without one.
-    """
-
-    recurrent: tuple[int, ...] | None
-    ahead: tuple[int, ...] | None
 
 
 class _Asked:
@@ -81,8 +69,7 @@ def carried_state(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
         asked = _Asked(state)
         results = [leaf for leaf in tree_leaves(forward(*args, **{**kwargs, CACHE: asked})) if isinstance(leaf, Tensor)]
         given = [tensor for tensor in (asked.before, state) if tensor is not None]
-        used = torch.autograd.grad([result.sum() for result in results], given, allow_unused=True)
-        if given and all(gradient is not None for gradient in used):
+        if given and {id(tensor) for tensor in given} <= leaves_of_graph(results):  # it uses them
             recurrent, ahead = (None if tensor is None else tuple(tensor.shape[1:]) for tensor in (state, asked.before))
             return CarriedState(recurrent, ahead)
     return None

@@ -13,7 +13,6 @@ from functools import cached_property
 from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, Capability, refused
 from shardwise.model.call_names import called_module
-from shardwise.model.carried_state import CarriedState
 from shardwise.model.parameter_kinds import ParameterKinds
 from shardwise.model.parameter_writes import ForwardEffects
 from shardwise.model.tensor_split import TensorSplit
@@ -128,6 +127,19 @@ class AttentionFacts:
     bias: str = ""
     softcap: bool = False
     dropout: bool = False
+
+
+@dataclass(frozen=True)
+class CarriedState:
+    """The state that a mixer hands on from one part of its rows to the next.
+
+    Attributes:
+        recurrent: shape of the state of its recurrence, of one row of a batch; None without one.
+        ahead: shape [channels, positions] of what its convolution reads ahead of its rows; None without one.
+    """
+
+    recurrent: tuple[int, ...] | None
+    ahead: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,25 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from shardwise._torch_compat.tracing import tree_flatten, tree_unflatten
-from shardwise.model.carried_state import CarriedState, carried_state
+from shardwise.model.carried_state import carried_state
 from shardwise.model.config_cache import once_a_config
-from shardwise.model.experts import expert_stacks
-from shardwise.model.facts import DECODER, ENCODER, GatheredModule, SplitAttention, SplitBlock, SplitForward
+from shardwise.model.experts import NUMBER, expert_stacks
+from shardwise.model.facts import (
+    DECODER,
+    ENCODER,
+    CarriedState,
+    GatheredModule,
+    SplitAttention,
+    SplitBlock,
+    SplitForward,
+)
 from shardwise.model.probe import ROWS, copy_to_probe, run_on_fakes, try_devices
 from shardwise.model.routers import find_routers
 from shardwise.model.row_operators import MixedRowsError, RowsApart
 
 PRIMES = (7, 11, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)  # but ROWS
 SHIFT = 3
+FEWEST_SEQUENCES = 2  # of a trial; some models loop over all of their tokens
 TRIALS = 2  # of other lengths, which have to show the same
 Lengths = tuple[tuple[int, int], tuple[int, int]]
 WINDOW = "local_window"
@@ -92,6 +101,13 @@ def _lengths(model: nn.Module, longest: int | None) -> list[Lengths]:
     return lengths[:TRIALS]
 
 
+def _sequences(model: nn.Module, part: int) -> int:
+    """Return how many sequences a trial has: where it can be, so many that every expert is given a token."""
+    numbers = (getattr(module, NUMBER, 0) for module in model.modules())
+    most = max((number for number in numbers if isinstance(number, int)), default=0)
+    return min(ROWS, max(FEWEST_SEQUENCES, -(-most // part)))
+
+
 def _is_near(length: int, parts: Sequence[int]) -> bool:
     return any((length + shift) % part == 0 for shift in range(-SHIFT, SHIFT + 1) for part in parts)
 
@@ -117,6 +133,7 @@ class _Trial:
     def run(self, device: str, dtype: torch.dtype) -> SplitForward:
         """Run the forward and return what was found."""
         self.apart = RowsApart([part for _, part in self.lengths])
+        self.sequences = _sequences(self.model, self.lengths[DECODER][1])
         self.names = {id(module): name for name, module in self.model.named_modules()}
         self._wrap()
         try:
@@ -131,7 +148,7 @@ class _Trial:
 
     def _inputs(self) -> dict[str, Tensor]:
         def tokens(side: int) -> Tensor:
-            return torch.empty(ROWS, self.lengths[side][0], dtype=torch.long, device="meta")
+            return torch.empty(self.sequences, self.lengths[side][0], dtype=torch.long, device="meta")
 
         if not getattr(self.model.config, "is_encoder_decoder", False):
             return {"input_ids": tokens(DECODER)}

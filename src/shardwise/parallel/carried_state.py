@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from shardwise._torch_compat.tracing import tree_flatten, tree_unflatten
 from shardwise.collectives.handoff import Handoffs, tied
 from shardwise.errors import ModelError
-from shardwise.model.carried_state import CACHE, CarriedState
-from shardwise.model.facts import GatheredModule
+from shardwise.model.carried_state import CACHE
+from shardwise.model.facts import CarriedState, GatheredModule
 
 
 class Left(NamedTuple):

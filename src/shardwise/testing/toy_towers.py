@@ -46,6 +46,24 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "convnext": {"patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "convnextv2": {"patch_size": 2, "num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2]},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
+    "bit": {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [2, 2], "num_groups": 4},
+    "focalnet": {
+        "embed_dim": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "focal_levels": [2, 2], "focal_windows": [3, 3],
+    },
+    "hgnet_v2": {
+        "embedding_size": 16, "depths": [1, 2], "hidden_sizes": [32, 64], "stem_channels": [3, 8, 16],
+        "stage_in_channels": [16, 32], "stage_mid_channels": [8, 16], "stage_out_channels": [32, 64],
+        "stage_num_blocks": [1, 2], "stage_downsample": [False, True], "stage_downsample_strides": [2, 2],
+        "stage_light_block": [False, True], "stage_kernel_size": [3, 5], "stage_numb_of_layers": [2, 2],
+    },
+    "poolformer": {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]},
+    "swiftformer": {"embed_dims": [8, 16, 16, 32], "depths": [1, 1, 2, 1]},
+    "textnet": {
+        "stem_out_channels": 8, "hidden_sizes": [8, 16, 16], "conv_layer_strides": [[1, 2], [2, 1]],
+        "conv_layer_kernel_sizes": [[[3, 3], [3, 1]], [[1, 3], [3, 3]]],
+    },
+    "mobilevit": {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [8, 8, 16, 16, 24, 32, 64]},
+    **{name: {"depth_multiplier": 0.125} for name in ("mobilenet_v1", "mobilenet_v2")},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "groups_width": 8},
     "cvt": {
         "patch_sizes": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1], "embed_dim": [16, 32],

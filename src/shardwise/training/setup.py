@@ -50,6 +50,8 @@ from shardwise.training.precomputed_reference import with_reference
 from shardwise.training.reference import frozen_copy, needs_copy
 from shardwise.training.row_trial import call_arguments, with_row_coupling
 
+TRACED_ROWS = 2  # of a trial cut; some models loop over the images of all rows
+
 
 @dataclass
 class AssembledJob:
@@ -140,7 +142,8 @@ def study(job: Job, unstaged: ModelFacts | None = None) -> ModelFacts:
     if job.model.factory is not None:
         facts = with_row_coupling(job, model, facts, data, partial(_constructed_weights, job))
     if job.parallel.pipeline_parallel_degree > 1:
-        facts = cut_by_trace(model, facts, job.data.sequence_length, example)
+        few = None if data is None else _example(job, data, TRACED_ROWS)
+        facts = cut_by_trace(model, facts, job.data.sequence_length, few)
     if job.model.path is not None:
         weights, names = match_weights(model, facts, job)
         if job.model.dtype == "file":
@@ -338,6 +341,6 @@ def _constructed_weights(job: Job) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in user_factory(job)().named_parameters()}
 
 
-def _example(job: Job, data: TokenData) -> dict[str, Tensor]:
-    """Return what the model is called with for a sample, in as many rows as tell a dim of rows from others."""
-    return call_arguments(job, data.train.batch([0] * ROWS, [0] * ROWS, 0))
+def _example(job: Job, data: TokenData, rows: int = ROWS) -> dict[str, Tensor]:
+    """Return what the model is called with for a sample in `rows`: as many as tell a dim of rows from others."""
+    return call_arguments(job, data.train.batch([0] * rows, [0] * rows, 0))
