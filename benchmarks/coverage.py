@@ -48,7 +48,7 @@ from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import VOCABULARY, language_model_types, toy_config
 from shardwise.testing.toy_inputs import toy_of_files
 from shardwise.testing.toy_samples import inputs_of_files
-from shardwise.testing.world import WorldError, WorldPool
+from shardwise.testing.world import PRELOAD, WorldError, WorldPool
 from shardwise.training.setup import study
 
 TASKS = tuple(TASK_RECORDS)
@@ -73,6 +73,7 @@ NO_TOY, AGREES, REFUSED = "no toy", "agrees", "refused"
 WRONG, RAW, HANG, LATE = "wrong", "raw error", "hang", "refused late"
 FAULTS = (WRONG, RAW, HANG, LATE)
 LENGTH, SECONDS = 16, 180.0  # of a sequence, and of a cell
+FEW_TYPES = 50  # of which workers import the modules themselves
 FORMS = 2  # in which a model is studied, for all its cells: whole and cut into stages
 CLASSES, FIRST_TOKEN = 3, 10  # of a head, and the first that no toy config has as a special one
 # Vocabularies of a tokenizer that is trained: bytes, special tokens and the marks of spans.
@@ -138,10 +139,10 @@ def write_corpora(directory: Path) -> None:
     """Write documents of tokens and of text into a directory."""
     draw = random.Random(1)
     with (directory / "tokens.jsonl").open("w") as file:
-        for _ in range(120):
+        for _ in range(60):
             ids = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(3, 40))]
             file.write(json.dumps({"input_ids": ids}) + "\n")
-    lines = ("".join(chr(draw.randrange(97, 123)) for _ in range(60)) for _ in range(80))
+    lines = ("".join(chr(draw.randrange(97, 123)) for _ in range(60)) for _ in range(40))
     (directory / "text.txt").write_text("\n".join(lines))
 
 
@@ -431,24 +432,33 @@ def sweep(
         directory = Path(place)
         write_corpora(directory)
         pools: list[WorldPool] = []
+        cases = by_type(lacking(record, types, layouts, again))
+        # Those of all types are imported in seconds, but each of a dozen workers would import them anew.
+        modules = modules_of(types) if len(cases) > FEW_TYPES else []
 
-        def run(cases: dict[tuple[str, str], list[str]]) -> None:
+        def run(of_type: dict[tuple[str, str], list[str]]) -> None:
             if not hasattr(own, "pool"):
-                own.pool = WorldPool()
+                own.pool = WorldPool(preload=(*PRELOAD, *modules))
                 pools.append(own.pool)
-            for case, names in cases.items():
+            for case, names in of_type.items():
                 for cell in cells_of(own.pool, directory, *case, names, commit):
                     with lock, record.open("a") as file:
                         file.write(json.dumps(asdict(cell)) + "\n")
 
         executor = ThreadPoolExecutor(processes)
         try:
-            list(executor.map(run, by_type(lacking(record, types, layouts, again))))
+            list(executor.map(run, cases))
         finally:
             executor.shutdown(cancel_futures=True)  # Ctrl-C ends the sweep with the types that run
             for pool in pools:
                 pool.close()
     return [cell for cell in read_record(record) if cell.key[:2] in set(types)]
+
+
+def modules_of(types: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the names of the modules that hold transformers' models of some types."""
+    configs = (transformers.CONFIG_MAPPING[model_type] for _, model_type in types)
+    return sorted({config.__module__.replace(".configuration_", ".modeling_") for config in configs})
 
 
 def by_type(cases: dict[tuple[str, str], list[str]]) -> list[dict[tuple[str, str], list[str]]]:
