@@ -41,5 +41,5 @@ def bart_job(directory: str | Path, family: str = "bart", blocks: tuple[int, int
 
 def bart_span_job(directory: str | Path, family: str, blocks: tuple[int, int] = (2, 2), **sections: Any) -> Job:
     """A tiny job of such a config, which fills in spans of text that are left out."""
-    config = {"model_type": family, "max_position_embeddings": 20, **sizes(blocks, 0.1)}
+    config = {"model_type": family, "max_position_embeddings": 20, **sizes(blocks, 0.1), **sections.pop("more", {})}
     return span_job(directory, model={"config": config}, **sections)

@@ -90,6 +90,12 @@ def test_spans_agree_with_one_process(
     check_agrees(world_pool, ranks, bart_span_job(corpora, family, parallel=parallel, blocks=(3, 2)))
 
 
+def test_a_row_that_fills_a_batch_has_a_last_label(world_pool: WorldPool, corpora: Path) -> None:
+    """mBART and PLBart look for the last label of each row that is no padding, with which a decoder may begin."""
+    begins_with_padding = {"more": {"decoder_start_token_id": 0}, "training": UNEVEN}
+    check_agrees(world_pool, 2, bart_span_job(corpora, "plbart", parallel=SHARD, **begins_with_padding))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bart", "marian"])
 def test_names_and_weights_are_those_of_the_model(world_pool: WorldPool, corpora: Path, family: str) -> None:

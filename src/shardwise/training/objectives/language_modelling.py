@@ -64,7 +64,8 @@ class LanguageModelling(Objective):
         if shift is not None:
             # mBART looks for the last label of each row, and a row that fills a batch has none.
             is_empty = (labels == IGNORED).all(dim=1)
-            first = torch.where(is_empty, start, labels[:, 0])
+            config: Any = self.model.module.config
+            first = torch.where(is_empty, int(config.pad_token_id == 0), labels[:, 0])  # any id that is no padding
             shifted: Tensor = shift(torch.cat([first[:, None], labels[:, 1:]], dim=1))
             return shifted
         ids = labels.roll(1, dims=1).clamp(min=0)  # IGNORED, in rows that are not counted
