@@ -73,7 +73,7 @@ NO_TOY, AGREES, REFUSED = "no toy", "agrees", "refused"
 WRONG, RAW, HANG, LATE = "wrong", "raw error", "hang", "refused late"
 FAULTS = (WRONG, RAW, HANG, LATE)
 LENGTH, SECONDS = 16, 180.0  # of a sequence, and of a cell
-FEW_TYPES = 50  # of which workers import the modules themselves
+FEW_TYPES = 50  # up to so many, workers import the modules themselves
 FORMS = 2  # in which a model is studied, for all its cells: whole and cut into stages
 CLASSES, FIRST_TOKEN = 3, 10  # of a head, and the first that no toy config has as a special one
 # Vocabularies of a tokenizer that is trained: bytes, special tokens and the marks of spans.
@@ -147,7 +147,7 @@ def write_corpora(directory: Path) -> None:
 
 
 def toy_job(directory: Path, task: str, model_type: str, layout: str, precision: str = "fp64") -> Job:
-    """Return the job of a cell, of which four sequences make a step."""
+    """Return the job of a cell, of which two microbatches of two sequences make a step."""
     reads_files = TASK_RECORDS[task].reads_files
     config, arguments = toy_of_files(task, model_type) if reads_files else (toy_config(model_type), {})
     model: dict[str, Any] = {"config": config, "task": task}

@@ -279,6 +279,15 @@ def test_a_config_that_has_no_defaults_without_its_parts() -> None:
     assert built.config.decoder_start_token_id == 1 and job.model.config == config
 
 
+def test_a_decoder_whose_inputs_lack_padding_is_refused() -> None:
+    """transformers would raise in the first step."""
+    config, _ = toy_of_files("speech_seq2seq", "speech-encoder-decoder")
+    del config["pad_token_id"]
+    job = Job.model_validate({"model": {"config": config, "task": "speech_seq2seq"}, "data": {"path": "sound"}})
+    with pytest.raises(ModelError, match=r"cannot make its decoder's inputs of labels.*set pad_token_id in its config"):
+        build_model(job)
+
+
 def test_a_parameter_that_is_replaced_shifts_no_numbers(tmp_path: Path) -> None:
     """LUKE ties what it has registered; a parameter made later may have the id of one that is gone."""
     (tmp_path / "config.json").write_text(json.dumps(toy_config("luke")))

@@ -106,6 +106,12 @@ class Shortened(MptMLP):
         return super().forward(hidden_states / hidden_states.shape[1], residual)  # type: ignore[no-any-return]
 
 
+def test_sequences_of_a_trial_are_no_part_of_one() -> None:
+    """Experts ask for more of them; eleven would be taken for the eleven rows of a part."""
+    few, many = (found(model_of("causal_lm", "mixtral", num_local_experts=number))[0] for number in (4, 120))
+    assert few is not None and few == many
+
+
 @pytest.mark.slow
 def test_arithmetic_with_the_length_is_refused() -> None:
     model = model_of("causal_lm", "mpt")

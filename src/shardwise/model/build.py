@@ -302,6 +302,8 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
     if adds_loss:  # the loss is taken here, over the whole step; the model's own would be of one microbatch
         config.output_router_logits = False
     model = _from_config(config, section, _on_meta)
+    if TASKS[section.task].labels == "decoder":
+        _check_shift(model)
     setattr(model, ADDS_LOSS, bool(adds_loss))
     replace_attention(model)
     if settle := family_of(config.model_type).settle:
@@ -314,6 +316,20 @@ def _build_hugging_face(job: Job, config: PreTrainedConfig) -> PreTrainedModel:
             lambda: GenerationConfig.from_pretrained(path, local_files_only=True),
         )
     return model
+
+
+def _check_shift(model: Any) -> None:
+    """Refuse a model that cannot make its decoder's inputs of labels, most often since its config has no padding."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    try:
+        if shift is not None:
+            shift(torch.tensor([[0, 1]]))
+    except Exception as error:  # transformers: each type has its own rule
+        reason = " ".join(str(error).split())
+        raise MissingTokenError(
+            f"a {model.config.model_type!r} model cannot make its decoder's inputs of labels: {reason}; set "
+            "pad_token_id in its config"
+        ) from error
 
 
 def constructed_buffers(job: Job, initialized: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ from shardwise.model.row_operators import MixedRowsError, RowsApart
 
 PRIMES = (7, 11, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)  # but ROWS
 SHIFT = 3
-FEWEST_SEQUENCES = 2  # of a trial; some models loop over all of their tokens
+FEW_SEQUENCES = 2  # of a trial; some models loop over all of their tokens
 TRIALS = 2  # of other lengths, which have to show the same
 Lengths = tuple[tuple[int, int], tuple[int, int]]
 WINDOW = "local_window"
@@ -102,10 +102,10 @@ def _lengths(model: nn.Module, longest: int | None) -> list[Lengths]:
 
 
 def _sequences(model: nn.Module, part: int) -> int:
-    """Return how many sequences a trial has: where it can be, so many that every expert is given a token."""
+    """Return how many sequences a trial has: few, but for experts of which some would be given no token."""
     numbers = (getattr(module, NUMBER, 0) for module in model.modules())
     most = max((number for number in numbers if isinstance(number, int)), default=0)
-    return min(ROWS, max(FEWEST_SEQUENCES, -(-most // part)))
+    return FEW_SEQUENCES if most <= FEW_SEQUENCES * part else ROWS  # none of them is a length
 
 
 def _is_near(length: int, parts: Sequence[int]) -> bool:

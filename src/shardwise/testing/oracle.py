@@ -417,7 +417,7 @@ class Oracle:
         if hasattr(model, "prepare_decoder_input_ids_from_labels"):
             labels = labels.clone()  # FSMT writes into them
             empty = (labels == NOT_COUNTED).all(dim=1)  # rows that fill a batch, of which it wants a last label
-            labels[empty, 0] = int(model.config.pad_token_id == 0)
+            labels[empty, 0] = int(getattr(model.config, "pad_token_id", None) == 0)
             own: Tensor = model.prepare_decoder_input_ids_from_labels(labels)
             return own
         start = torch.full_like(labels[:, :1], model.config.decoder_start_token_id)

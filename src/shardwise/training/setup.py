@@ -342,5 +342,5 @@ def _constructed_weights(job: Job) -> dict[str, Tensor]:
 
 
 def _example(job: Job, data: TokenData, rows: int = ROWS) -> dict[str, Tensor]:
-    """Return what the model is called with for a sample in `rows`: as many as tell a dim of rows from others."""
+    """Return what the model is called with for a sample in so many rows; ROWS tell their dim from others."""
     return call_arguments(job, data.train.batch([0] * rows, [0] * rows, 0))

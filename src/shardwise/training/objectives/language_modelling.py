@@ -62,10 +62,10 @@ class LanguageModelling(Objective):
         """Return [B, T] ids that the decoder reads: labels one later, behind `start`; mBART's kind has its own rule."""
         shift = getattr(self.model.module, "prepare_decoder_input_ids_from_labels", None)
         if shift is not None:
-            # mBART looks for the last label of each row, and a row that fills a batch has none.
+            # mBART looks for the last label of each row that is no padding, and a row that fills a batch has none.
             is_empty = (labels == IGNORED).all(dim=1)
-            config: Any = self.model.module.config
-            first = torch.where(is_empty, int(config.pad_token_id == 0), labels[:, 0])  # any id that is no padding
+            any_label = int(getattr(self.model.module.config, "pad_token_id", None) == 0)
+            first = torch.where(is_empty, any_label, labels[:, 0])
             shifted: Tensor = shift(torch.cat([first[:, None], labels[:, 1:]], dim=1))
             return shifted
         ids = labels.roll(1, dims=1).clamp(min=0)  # IGNORED, in rows that are not counted
