@@ -31,6 +31,7 @@ from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.testing.trace.job import JobTrace
 from shardwise.testing.trace.kinds import first_of_stage, ranks_of_kinds
 from shardwise.testing.trace.rank import RankTrace, trace_rank
+from shardwise.testing.trace.sample import sample_of
 from shardwise.testing.trace.step_time import step_time
 from shardwise.testing.trace.storages import ACTIVATIONS, GRADIENTS, SHARDING, STATE, TEMPORARIES, WEIGHTS
 
@@ -97,8 +98,10 @@ def row_of(seed: int, number: int) -> dict[str, Any]:
 def trace_stages(job: DrawnJob) -> JobTrace:
     """Trace the first rank of each stage."""
     plan, facts = job.resolved()
-    kinds = ranks_of_kinds(Layout.from_plan(plan, 0))
-    traces = tuple(trace_rank(plan, facts, rank) for kind, rank in kinds.items() if kind == first_of_stage(kind))
+    kinds, sample = ranks_of_kinds(Layout.from_plan(plan, 0)), sample_of(plan)
+    traces = tuple(
+        trace_rank(plan, facts, rank, sample) for kind, rank in kinds.items() if kind == first_of_stage(kind)
+    )
     planned = tuple(estimate(plan, facts, pipeline=trace.coordinates["pipeline"]) for trace in traces)
     return JobTrace(plan, traces, planned, None)
 

@@ -5,7 +5,7 @@ Made by `shardwise.data.loader.Stream`; read by the training step, the loss and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -72,16 +72,23 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        move = partial(moved, device=device)
+        return self.mapped(partial(moved, device=device))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with each tensor changed."""
+
+        def changed(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
         return Batch(
-            inputs={name: move(tensor) for name, tensor in self.inputs.items()},
-            labels=None if self.labels is None else move(self.labels),
-            rows=move(self.rows),
-            document_ids=None if self.document_ids is None else move(self.document_ids),
-            weights=None if self.weights is None else move(self.weights),
-            counted=move(self.counted),
-            completions=None if self.completions is None else move(self.completions),
-            reference=None if self.reference is None else move(self.reference),
+            inputs={name: change(tensor) for name, tensor in self.inputs.items()},
+            labels=changed(self.labels),
+            rows=change(self.rows),
+            document_ids=changed(self.document_ids),
+            weights=changed(self.weights),
+            counted=change(self.counted),
+            completions=changed(self.completions),
+            reference=changed(self.reference),
             digest=self.digest,
             sequences_per_sample=self.sequences_per_sample,
             lengths=self.lengths,

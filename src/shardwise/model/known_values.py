@@ -9,7 +9,8 @@ unknown condition holds in all places (each expert has tokens), and the batch ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -29,6 +30,7 @@ from shardwise._torch_compat.writes import storage_key
 BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 WITHOUT_VALUES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 CONSTANTS = {"lift", "lift_fresh"}  # of what `torch.tensor` was given
+COPIES = {"_pin_memory"}  # that only an accelerator's host can make
 FILLS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}  # of an argument the shape counts
 # Whose result has as many elements as a condition holds; nonzero and masks as an index.
 CONDITIONAL = {torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default, torch.ops.aten.index.Tensor}
@@ -78,6 +80,20 @@ class KnownValues(TorchDispatchMode):
         """Take a fake tensor to hold what `value` returns, which is called when that is read."""
         self._origins[tensor] = _Origin(value, (), {}, 0)
 
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Take what these fake tensors hold, and all that share their memory, for unknown."""
+        memory = {storage_key(tensor) for tensor in tensors}
+        for tensor in list(self._origins):
+            if storage_key(tensor) in memory:
+                del self._origins[tensor]
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return what a fake tensor holds, on the CPU; None where that is unknown."""
+        try:
+            return self._value(tensor)
+        except _UnknownError:
+            return None
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -95,7 +111,8 @@ class KnownValues(TorchDispatchMode):
                 values = self._computed(_Origin(func, args, kwargs, 0))
             except _UnknownError:
                 return func(*args, **kwargs)
-            return tree_map(lambda value: self._constant(value) if isinstance(value, Tensor) else value, values)
+            device = args[0].device
+            return tree_map(lambda value: self._constant(value, device) if isinstance(value, Tensor) else value, values)
         outputs = func(*args, **kwargs)
         for number, output in enumerate(tree_leaves(outputs)):
             if isinstance(output, FakeTensor):
@@ -117,23 +134,21 @@ class KnownValues(TorchDispatchMode):
 
     def _everywhere(self, func: Any, args: Any) -> Any:
         """Run an operator of CONDITIONAL with a condition that holds in all places, as far as it is unknown."""
+        constant = partial(self._constant, device=args[0].device)
         if func is torch.ops.aten.nonzero.default:
-            return self._constant(self._places(args[0])[0])
+            return constant(self._places(args[0])[0])
         if func is torch.ops.aten.masked_select.default:
             values, condition = torch.broadcast_tensors(*args)
-            return torch.ops.aten.index.Tensor(values, list(map(self._constant, self._places(condition)[1])))
+            return torch.ops.aten.index.Tensor(values, list(map(constant, self._places(condition)[1])))
         places: list[Tensor | None] = []
         for index in args[1]:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            places += map(self._constant, self._places(index)[1]) if is_mask else [index]
+            places += map(constant, self._places(index)[1]) if is_mask else [index]
         return func(args[0], places)
 
     def _places(self, condition: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the indices [N, dims] of the places where a condition holds, and those of each dim."""
-        try:
-            value = self._value(condition)
-        except _UnknownError:
-            value = None
+        value = self.value_of(condition)
         with dispatch_modes_off():
             places = (torch.ones(condition.shape, dtype=torch.bool) if value is None else value).nonzero()
             return places, places.unbind(1)
@@ -153,10 +168,7 @@ class KnownValues(TorchDispatchMode):
         outputs = (argument.name for argument in func._schema.arguments if argument.is_write)
         written = [leaf for name in outputs for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
         after = self._after_write(func, args, kwargs) if len(written) == 1 else []
-        memory = {storage_key(tensor) for tensor in written}
-        for tensor in list(self._origins):
-            if storage_key(tensor) in memory:
-                del self._origins[tensor]
+        self.forget(written)
         for tensor, value in after:
             self._remember(tensor, value)
 
@@ -190,6 +202,8 @@ class KnownValues(TorchDispatchMode):
         value = _blank if operator in FILLS else _unchanged if operator in CONSTANTS else self._value
         arguments = (origin.args, dict(origin.kwargs))
         args, kwargs = tree_map(lambda leaf: value(leaf) if isinstance(leaf, Tensor) else leaf, arguments)
+        if operator in COPIES:
+            return args[0]
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         with dispatch_modes_off():
@@ -203,9 +217,9 @@ class KnownValues(TorchDispatchMode):
         self._remember(tensor, value)  # what is used twice would be computed twice, at each of many levels
         return value
 
-    def _constant(self, value: Tensor) -> Tensor:
+    def _constant(self, value: Tensor, device: torch.device) -> Tensor:
         """Return a fake tensor of which `value` is known."""
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         self._remember(fake, value)
         return fake
 

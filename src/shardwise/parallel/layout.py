@@ -84,7 +84,8 @@ class Layout:
         device_type: str = "cpu",
     ) -> None:
         refuse_unknown_axes(degrees)
-        self.axes = placed_axes(normalise_placement(placement))
+        self.placement = normalise_placement(placement)
+        self.axes = placed_axes(self.placement)
         self.degrees = {axis: degrees.get(axis, 1) for axis in self.axes}
         self.world_size = math.prod(self.degrees.values())
         self.expert_degree = degrees.get(Axis.EXPERT, 1)
@@ -127,7 +128,16 @@ class Layout:
 
     def index(self, *axes: Axis) -> int:
         """Return the position of this rank among `ranks(*axes)`."""
-        return self.ranks(*axes).index(self.rank)
+        coordinates, position = self.coordinates(), 0
+        for axis in self.axes:  # the outer ones first
+            if axis in axes:
+                position = position * self.degrees[axis] + coordinates[axis]
+        return position
+
+    def seen_from(self, rank: int) -> Layout:
+        """Return the same layout as another rank sees it."""
+        degrees = self.degrees | {Axis.EXPERT: self.expert_degree}
+        return Layout(degrees, self.placement, rank, self.local_size, self.device_type)
 
     @property
     def data_rank(self) -> int:

@@ -83,6 +83,13 @@ class ParameterSplit:
             logical_first, local_first = logical_first + section, local_first + size
         return tuple(boxes)
 
+    def at(self, layout: Coordinates) -> ParameterSplit:
+        """Return the split as the rank at these coordinates has it."""
+        if self.axis is Axis.EXPERT:
+            return replace(self, index=layout.experts.expert)
+        index, copy = divmod(layout.index(Axis.TENSOR), self.copies)
+        return replace(self, index=index, copy=copy)
+
     def local_part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the whole parameter, as a tensor of its own."""
         part = whole.new_empty(self.local_shape())
@@ -182,6 +189,11 @@ class ParameterEntry:
         gradient = self.parameter.grad
         return None if gradient is None else _plain(gradient)
 
+    def regions_at(self, layout: Coordinates) -> tuple[Region, ...]:
+        """Return what of the logical tensor the rank of this stage at other coordinates holds."""
+        split = None if self.split is None else self.split.at(layout)
+        return _regions(self.shape, layout, split, isinstance(self.parameter, DTensor))
+
     def store_part(self, part: Tensor) -> None:
         """Keep this rank's rows of `part`, which is what the shard group holds together."""
         rows = slice(None)
@@ -278,14 +290,9 @@ class TensorMap:
 def _entry(
     names: list[str], parameter: nn.Parameter, layout: Coordinates, split: ParameterSplit | None, tied: Sequence[int]
 ) -> ParameterEntry:
-    shape = tuple(parameter.shape)
-    rows = slice(0, shape[0]) if shape else None
-    sharded = isinstance(parameter, DTensor)
-    if isinstance(parameter, DTensor):
-        rows = chunk(shape[0], *_shards(layout, split))
+    shape = tuple(parameter.shape) if split is None else split.shape
+    if sharded := isinstance(parameter, DTensor):
         assert parameter.placements[-1] == Shard(0)
-    everything = tuple(_everything(shape))
-    regions = (Region(everything, everything),) if split is None else split.regions()
     name, *aliases = names
     replication, replica = _copies(layout, split, sharded)
     if tied:
@@ -293,14 +300,27 @@ def _entry(
     return ParameterEntry(
         name,
         tuple(aliases),
-        shape if split is None else split.shape,
+        shape,
         parameter,
-        regions if rows is None else tuple(_within(region, rows) for region in regions),
+        _regions(shape, layout, split, sharded),
         replication,
         replica,
         split,
         _split_group(layout, split),
     )
+
+
+def _regions(
+    shape: tuple[int, ...], layout: Coordinates, split: ParameterSplit | None, sharded: bool
+) -> tuple[Region, ...]:
+    """Return what a rank holds of a parameter of this logical shape."""
+    everything = tuple(_everything(shape))
+    regions = (Region(everything, everything),) if split is None else split.regions()
+    if not shape:
+        return regions
+    rows = shape[0] if split is None else split.local_shape()[0]
+    own = chunk(rows, *_shards(layout, split)) if sharded else slice(0, rows)
+    return tuple(_within(region, own) for region in regions)
 
 
 def _shards(layout: Coordinates, split: ParameterSplit | None) -> tuple[int, int]:

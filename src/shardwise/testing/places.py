@@ -11,6 +11,7 @@ import torch
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
+VALUES = f"{PACKAGE}model{os.sep}known_values.py"  # whose modes stand between an operator and who calls it
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -29,12 +29,13 @@ from shardwise.testing.trace.rank import RankTrace
 from shardwise.testing.trace.step_time import step_time
 from shardwise.training import step as training_step
 from tests.fork_server import call
-from tests.testing.trace.test_trace import AXES, NEOX, settings, traced_here
+from tests.testing.trace.test_trace import AXES, NEOX, OWN_SHAPES, settings, traced_here
 
 WIDE = NEOX | {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 8192}
 OFFLOADED_OPTIMIZER = {"memory": {"offload_optimizer": True}}
 COVER: dict[str, dict[str, Any]] = {
     **AXES,
+    **OWN_SHAPES,
     "everything at once": {
         "parallel": {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sequence_parallel": True},
         "memory": {"activation_checkpointing": "full", "offload_activations": True},
@@ -52,6 +53,7 @@ COVER: dict[str, dict[str, Any]] = {
     "offloaded optimizer": OFFLOADED_OPTIMIZER,
     "updates beside backward": {**OFFLOADED_OPTIMIZER, "optimizer": {"clip_norm": None}},
     **{name: {"optimizer": {"name": name}} for name in ("AdamW8bit", "AdamWBf16", "Adafactor", "Lion")},
+    "Muon": {"optimizer": {"name": "Muon"}, "parallel": {"tensor_parallel_degree": 2}},
     "schedule-free": {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant"}},
 }
 SHARING = ("tensor", "pipeline", "context")  # axes whose ranks work on the same rows

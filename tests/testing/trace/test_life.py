@@ -12,21 +12,21 @@ from torch import Tensor
 
 from shardwise.checkpoint import staging
 from shardwise.job.schema import Job
-from shardwise.model.build import build_model
-from shardwise.model.discover import discover
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.trace import life
 from shardwise.testing.trace.life import RankLife, live
+from shardwise.training.setup import study
 from tests.fork_server import call
 from tests.testing.trace.test_discipline import COVER
 from tests.testing.trace.test_trace import settings
 
 QUICK = ("sharded",)
+WITH_BUFFERS = ("images for convolutions", "a module of one's own")
 
 
 def life_of(sections: dict[str, Any]) -> RankLife:
     job = Job.model_validate(settings(64, **sections))
-    facts = discover(build_model(job), job)
+    facts = study(job)
     return live(resolve(job, World(16, "cuda", 8), facts), facts, 0)
 
 
@@ -36,8 +36,10 @@ def life_of(sections: dict[str, Any]) -> RankLife:
 def test_a_life_has_no_fault(name: str) -> None:
     found = call(life_of, COVER[name])
     assert found.faults == dict.fromkeys(found.faults, ())
-    after_first = list(found.alive.values())[1:]
-    assert len(after_first) == 7 and len(set(after_first)) == 1, found.alive
+    steady = set(list(found.alive.values())[1:])
+    if name in WITH_BUFFERS:  # of which copies are written, that go with the checkpoint
+        steady -= {found.alive["staging"]}
+    assert len(found.alive) == 8 and len(steady) == 1, found.alive
 
 
 # ---- planted faults, each found in its chapter and at its line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,10 @@ from shardwise.commands.cli import main
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
-from shardwise.model.build import build_model
-from shardwise.model.discover import discover
+from shardwise.job.tasks import TASKS
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.regions import SequenceRegionBoundary
-from shardwise.plan.plan import World, resolve
+from shardwise.plan.plan import World
 from shardwise.planner.constants.inventory import presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.testing.toy_configs import toy_config
@@ -31,7 +31,6 @@ from shardwise.testing.trace import rank as trace_rank_module
 from shardwise.testing.trace.job import JobTrace, trace_job
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace
-from shardwise.testing.trace.refusals import refuse_untraceable
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import study
 from tests.fork_server import call, run_python
@@ -91,6 +90,36 @@ AXES: dict[str, dict[str, Any]] = {
 QUICK = ("sharded", "1F1B")
 
 
+def samples(task: str, model_type: str) -> dict[str, dict[str, Any]]:
+    """Return sections of a toy that sees images or hears sound, with a data set of tensors."""
+    config, arguments = toy_of_files(task, model_type)
+    labels = {"labels": ["cat", "dog", "cow"]} if TASKS[task].classifies else {}
+    data: dict[str, Any] = {"factory": "shardwise.testing.toy_samples:ToySamples", "factory_arguments": arguments}
+    data["sequence_length"] = 32
+    return {"model": {"config": config, "task": task, **labels}, "data": data}
+
+
+# Jobs whose microbatches have shapes that their data say.
+OWN_SHAPES: dict[str, dict[str, Any]] = {
+    "images": samples("image_classification", "vit"),
+    "images for convolutions": samples("image_classification", "resnet"),
+    "speech": samples("speech_seq2seq", "whisper"),
+    "speech in stages": {**samples("speech_seq2seq", "whisper"), "parallel": {"pipeline_parallel_degree": 2}},
+    "classes of tokens": {
+        "model": {"config": toy_config("bert"), "task": "token_classification", "labels": ["cat", "dog", "cow"]},
+        "data": {
+            "factory": "benchmarks.coverage:ClassifiedTokens",
+            "factory_arguments": {"for_tokens": True, "last": None},
+            "sequence_length": 16,
+        },
+    },
+    "a module of one's own": {
+        "model": {"factory": "tests.parity.jobs:Regression", "loss": "tests.parity.jobs:squared_error"},
+        "data": {"factory": "tests.parity.jobs:Points"},
+    },
+}
+
+
 def settings(sequences: int, **sections: dict[str, Any]) -> dict[str, Any]:
     job: dict[str, Any] = {
         "model": {"config": NEOX},
@@ -99,12 +128,14 @@ def settings(sequences: int, **sections: dict[str, Any]) -> dict[str, Any]:
     }
     for name, section in sections.items():
         job[name] = {**job.get(name, {}), **section}
+    if "factory" in job["model"]:
+        del job["model"]["config"]
     return job
 
 
 def traced_here(job: dict[str, Any], ranks: int, rank: int | None = None, device: str = "cpu") -> JobTrace:
     made = Job.model_validate(job)
-    facts = discover(build_model(made), made)
+    facts = study(made)
     return trace_job(made, World(ranks, device, min(8, ranks)), facts, rank, processes=1)
 
 
@@ -175,23 +206,30 @@ def traced_and_grown() -> tuple[RankTrace, int]:
 
 
 def test_what_cannot_be_traced_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.name=Muon"):
-        traced(settings(16, optimizer={"name": "Muon"}), 8)
+    stages = {"parallel": {"pipeline_parallel_degree": 2}}
+    with pytest.raises(ConfigError, match="where a model has a tower"):
+        traced(settings(16, **samples("image_text_to_text", "llava"), **stages), 8)
     with pytest.raises(ConfigError, match="--rank=8 is not among the 8 ranks"):
         traced(settings(16), 8, rank=8)
 
 
-def test_rows_with_files_are_refused() -> None:
-    """A trace of tokens alone would leave towers out."""
-    config, arguments = toy_of_files("image_classification", "vit")
-    data = {"factory": "shardwise.testing.toy_samples:ToySamples", "factory_arguments": arguments}
-    labels = [f"class {number}" for number in range(3)]
-    job = Job.model_validate(
-        {"model": {"config": config, "task": "image_classification", "labels": labels}, "data": data}
+def test_shapes_are_those_of_the_data() -> None:
+    """Eight images a microbatch in the place of two are four times the activations."""
+    few, many = (
+        traced(settings(64, **samples("image_classification", "vit"), training={"microbatch_size": size}), 1)
+        for size in (2, 8)
     )
-    facts = study(job)
-    with pytest.raises(ConfigError, match=r"--trace cannot follow model\.task: how large images are"):
-        refuse_untraceable(resolve(job, World(1, "cpu", 1), facts), facts)
+    assert many.owners["activations"] == pytest.approx(4 * few.owners["activations"], rel=0.05)
+    assert many.owners["optimizer state"] == few.owners["optimizer state"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl"])
+def test_values_that_transformers_reads_of_a_real_batch_are_known(model_type: str) -> None:
+    """Their lines are named: on a GPU the host waits there."""
+    run = traced(settings(64, **samples("image_text_to_text", model_type)), 1, device="cuda")
+    waits = [fault for fault in run.faults if "the host waits" in fault]
+    assert waits and all(re.search(r"(models|transformers|utils|qwen2_vl|llava)/\w+\.py:\d+", wait) for wait in waits)
 
 
 def expert_settings(model_type: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_compat.tracing import dispatch_modes_off
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis
 from shardwise.kernels.dropout import active_scope, dropout
@@ -69,7 +70,8 @@ class StageTracer:
             starts, blocks = [names[0] for names in self.plan.stages[1:]], self.facts.stages.order
             drop = numbered_dropout if training else None
             try:
-                traced = trace(self.model, starts, given, self.device, dtypes, blocks, drop)
+                with dispatch_modes_off():  # of checkpoints, of a rank that is traced itself
+                    traced = trace(self.model, starts, given, self.device, dtypes, blocks, drop)
                 for piece in range(1, len(traced.pieces)):
                     boundary_elements(traced, piece)
             except Exception as error:  # torch raises anything where it cannot trace

@@ -25,6 +25,7 @@ from shardwise.testing.trace.kinds import RankKind, first_of_stage, kind_of_rank
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace, trace_rank
 from shardwise.testing.trace.refusals import refuse_untraceable
+from shardwise.testing.trace.sample import Sample, sample_of
 from shardwise.testing.trace.shortened import as_rank, does_the_same, short_job
 
 MOST = 8  # processes, of half a GiB each
@@ -114,7 +115,8 @@ def trace_job(
     layout = Layout.from_plan(plan, 0)
     kinds = ranks_of_kinds(layout) if rank is None else {kind_of_rank(layout, rank): rank}
     short = short_job(job, plan, facts) if len(kinds) > len({kind.stage for kind in kinds}) else None
-    with _tracing([(job, facts), *filter(None, [short])], plan.world, len(kinds), processes) as traced:
+    sample = sample_of(plan)
+    with _tracing([(job, facts), *filter(None, [short])], plan.world, sample, len(kinds), processes) as traced:
         traces = _of_kinds(kinds, traced, short is not None)
     met = None if rank is not None else _check(layout, traces)
     planned = tuple(estimate(plan, facts, pipeline=trace.coordinates["pipeline"]) for trace in traces.values())
@@ -156,28 +158,31 @@ def _of_kinds(kinds: Mapping[RankKind, int], traced: Traced, has_short: bool) ->
 
 
 @contextmanager
-def _tracing(jobs: list[tuple[Job, ModelFacts]], world: World, kinds: int, processes: int | None) -> Iterator[Traced]:
+def _tracing(
+    jobs: list[tuple[Job, ModelFacts]], world: World, sample: Sample, kinds: int, processes: int | None
+) -> Iterator[Traced]:
     """Give what traces ranks of jobs: this process, or several where there are many kinds."""
     count = min(kinds, processes or min(MOST, available_cores()))
     # torch has one accelerator in a process: where it is in use, another is simulated elsewhere.
     is_taken = world.device_type != CPU and accelerator.is_accelerator(accelerator.entered())
     if (count == 1 or kinds <= FEW) and not is_taken:
         plans = [(resolve(job, world, facts), facts) for job, facts in jobs]
-        yield lambda tasks: [trace_rank(*plans[number], rank) for number, rank in tasks]
+        yield lambda tasks: [trace_rank(*plans[number], rank, sample) for number, rank in tasks]
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(jobs, world)) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(jobs, world, sample)) as pool:
         yield lambda tasks: pool.map(_traced, tasks)
 
 
-_worker: list[tuple[Plan, ModelFacts]] = []  # of a process that traces, by number
+_worker: list[tuple[Plan, ModelFacts, Sample]] = []  # of a process that traces, by number
 
 
-def _prepare(jobs: list[tuple[Job, ModelFacts]], world: World) -> None:
+def _prepare(jobs: list[tuple[Job, ModelFacts]], world: World, sample: Sample) -> None:
     gc.freeze()  # what is imported is no garbage, and takes a seventh of a trace to look through again and again
-    _worker.extend((resolve(job, world, facts), facts) for job, facts in jobs)
+    _worker.extend((resolve(job, world, facts), facts, sample) for job, facts in jobs)
 
 
 def _traced(task: tuple[int, int]) -> RankTrace:
     number, rank = task
-    return trace_rank(*_worker[number], rank)
+    plan, facts, sample = _worker[number]
+    return trace_rank(plan, facts, rank, sample)

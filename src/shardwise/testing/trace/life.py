@@ -30,7 +30,6 @@ from shardwise.plan.plan import Plan
 from shardwise.testing.simulated.streams import SIMULATED
 from shardwise.testing.trace.rank import (
     alone,
-    batch_of,
     device_of,
     one_document,
     recorder_of,
@@ -41,6 +40,7 @@ from shardwise.testing.trace.rank import (
     traced_modules,
 )
 from shardwise.testing.trace.recorder import RankRecorder
+from shardwise.testing.trace.sample import Sample, sample_of
 from shardwise.testing.trace.storages import Storages
 from shardwise.training.init import initialize
 from shardwise.training.objectives.choose import make_objective
@@ -80,28 +80,35 @@ def live(plan: Plan, facts: ModelFacts, rank: int) -> RankLife:
     Raises:
         RuntimeError: torch's own, where host and device meet in an operator.
     """
-    plan, storages = traceable(plan), Storages(SIMULATED)
+    plan, storages, sample = traceable(plan), Storages(SIMULATED), sample_of(plan)
     with device_of(plan.world) as (device, fake), alone(rank, plan.world.size, device):
         model = traced_model(plan, Layout.from_plan(plan, rank), facts, device, fake)
         recorder = recorder_of(model, traced_modules(model), storages)
-        with _no_bytes(), fake, threads_seen(recorder), recorder.recording(), one_document(plan, recorder):
+        with (
+            _no_bytes(),
+            fake,
+            sample.given(recorder),
+            threads_seen(recorder),
+            recorder.recording(),
+            one_document(plan, recorder),
+        ):
             recorder.begin()
             told = _Told(recorder, storages)
-            _live(model, told)
+            _live(model, told, sample)
     return told.life
 
 
-def _live(model: ParallelModel, told: _Told) -> None:
-    recorder, plan = told.recorder, model.plan
+def _live(model: ParallelModel, told: _Told, sample: Sample) -> None:
+    recorder = told.recorder
     with told.chapter("drawing"), recorder.answering(0):  # nothing is left unset
-        initialize(model, plan.job.training.seed)
+        initialize(model, model.plan.job.training.seed)
     optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
     kept = [*traced_modules(model), optimizer.inner, *_sums(model, objective)]
     for step in range(STEPS):
         with told.chapter(f"step {step}"), recorder.discipline.step(*kept):
-            step_of(model, objective, optimizer, recorder)
+            step_of(model, objective, optimizer, recorder, sample)
     with told.chapter("evaluation"), recorder.answering(0), recorder.discipline.step(*kept):
-        evaluate(model, objective, [[batch_of(plan)], [batch_of(plan)]])
+        evaluate(model, objective, [[sample.fakes(recorder)], [sample.fakes(recorder)]])
     with told.chapter("staging"):
         written = snapshot(model, optimizer, copies=True)
         _stage([chunk.tensor for chunk in written.chunks], copies_aside(model.device.type))
@@ -109,7 +116,7 @@ def _live(model: ParallelModel, told: _Told) -> None:
         _restore(model, optimizer, written)
         del written
     with told.chapter("a step after it"), recorder.discipline.step(*kept):
-        step_of(model, objective, optimizer, recorder)
+        step_of(model, objective, optimizer, recorder, sample)
 
 
 @dataclass

@@ -25,8 +25,6 @@ from shardwise._torch_compat.fsdp2 import units_made_in
 from shardwise._torch_compat.groups import fake_store
 from shardwise._torch_compat.remembered_fakes import RememberedFakeMode
 from shardwise._torch_compat.tracing import FakeTensorMode
-from shardwise.data.batch import Batch
-from shardwise.data.packed_rows import most_completions
 from shardwise.errors import MachineError
 from shardwise.job.axes import Axis
 from shardwise.job.devices import CPU, add_device_kind
@@ -45,12 +43,13 @@ from shardwise.testing.trace.kernel_packages import packages_stood_for
 from shardwise.testing.trace.program import Entry, Partition
 from shardwise.testing.trace.recorder import RankRecorder
 from shardwise.testing.trace.refusals import values_refused
+from shardwise.testing.trace.sample import Sample
 from shardwise.testing.trace.storages import STATE, WEIGHTS, Storages
 from shardwise.training import host_updates
 from shardwise.training import step as training_step
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
-from shardwise.training.reference import PRECOMPUTED, frozen_copy, needs_copy
+from shardwise.training.reference import frozen_copy, needs_copy
 
 FAKE = "fake"
 WHOLE = 1 << 62
@@ -90,8 +89,8 @@ class RankTrace:
         return self.closed_form.total / self.peak - 1
 
 
-def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
-    """Trace rank `rank` of `plan`.
+def trace_rank(plan: Plan, facts: ModelFacts, rank: int, sample: Sample) -> RankTrace:
+    """Trace rank `rank` of `plan`, whose microbatches have the shapes of `sample`.
 
     Raises:
         ConfigError: the trace cannot follow the job; the message says what and where.
@@ -101,7 +100,8 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int) -> RankTrace:
     layout = Layout.from_plan(traced, rank)
     storages = Storages(traced.world.device_type)
     with device_of(traced.world) as (device, fake), alone(rank, plan.world.size, device), _plain_norm():
-        recorder = _trace(traced, layout, facts, storages, device, fake)
+        model = traced_model(traced, layout, facts, device, fake)
+        recorder = _trace(model, sample, storages, fake)
     counted = replace(plan, accumulation=traced.accumulation)
     return RankTrace(
         rank,
@@ -182,22 +182,19 @@ def _plain_norm() -> Iterator[None]:
         yield
 
 
-def _trace(
-    plan: Plan, layout: Layout, facts: ModelFacts, storages: Storages, device: torch.device, fake: FakeTensorMode
-) -> RankRecorder:
-    model = traced_model(plan, layout, facts, device, fake)
+def _trace(model: ParallelModel, sample: Sample, storages: Storages, fake: FakeTensorMode) -> RankRecorder:
     modules = traced_modules(model)
     recorder = recorder_of(model, modules, storages)
-    with fake, threads_seen(recorder):
+    with fake, sample.given(recorder), threads_seen(recorder):
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
         storages.own(WEIGHTS, *modules)
-        with values_refused(), recorder.recording(), one_document(plan, recorder):
-            _make_state(model, objective, optimizer, recorder)
+        with values_refused(), recorder.recording(), one_document(model.plan, recorder):
+            _make_state(model, objective, optimizer, recorder, sample)
             storages.own(STATE, optimizer.inner)
             recorder.begin()
             sums = [vars(owner) for owner in (objective, model.routers) if owner is not None]  # for metrics
             with recorder.discipline.step(*modules, optimizer.inner, sums):
-                step_of(model, objective, optimizer, recorder)
+                step_of(model, objective, optimizer, recorder, sample)
     return recorder
 
 
@@ -206,10 +203,17 @@ def traced_model(
 ) -> ParallelModel:
     """Return the rank's model, of fake parameters."""
     with units_made_in(fake):
-        model = parallelize(build_model(plan.job), plan, layout, facts, device, lambda: fake)
+        model = parallelize(_without_values(build_model(plan.job)), plan, layout, facts, device, lambda: fake)
         if needs_copy(plan):
             model.reference = frozen_copy(model, lambda: fake)
     return model
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    """Move the buffers of a module of one's own to the meta device, where its parameters are."""
+    for inner in module.modules():
+        inner._buffers.update({name: buffer.to("meta") for name, buffer in inner.named_buffers(recurse=False)})
+    return module
 
 
 def traced_modules(model: ParallelModel) -> list[nn.Module]:
@@ -267,11 +271,11 @@ def threads_seen(recorder: RankRecorder) -> Iterator[None]:
 
 
 def _make_state(
-    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder
+    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: Sample
 ) -> None:
     """Let the optimizer make its state, as the first step does; what is in host memory needs a whole step."""
     if optimizer.host is not None:
-        step_of(model, objective, optimizer, recorder)
+        step_of(model, objective, optimizer, recorder, sample)
         return
     for entry in optimizer.entries:
         if entry.parameter.requires_grad:
@@ -280,9 +284,11 @@ def _make_state(
     optimizer.zero_grad()
 
 
-def step_of(model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder) -> None:
+def step_of(
+    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: Sample
+) -> None:
     """Run `train_step` with numbers that are nobody's."""
-    batches = [batch_of(model.plan).to(model.device) for _ in range(model.plan.accumulation)]
+    batches = [sample.fakes(recorder).to(model.device) for _ in range(model.plan.accumulation)]
     with recorder.answering(0):
         control = training_step.exchange_control(model, training_step.ControlMessage(0, 0, 0, 0, 0))
     model.scale_router_losses(1.0)
@@ -296,16 +302,3 @@ def step_of(model: ParallelModel, objective: Objective, optimizer: ShardedOptimi
             optimizer.scale_gradients(0.5)
         optimizer.step()
     optimizer.zero_grad()
-
-
-def batch_of(plan: Plan) -> Batch:
-    rows, length = plan.microbatch, plan.sequence_length
-    tokens = torch.empty(rows, length, dtype=torch.int64)
-    isolated = plan.job.isolates_documents
-    inputs = {"input_ids": tokens} | ({"position_ids": torch.empty_like(tokens)} if isolated else {})
-    documents = torch.empty_like(tokens) if isolated else None
-    completions = torch.empty_like(tokens) if plan.job.reads_pairs else None
-    is_ahead = plan.reference == PRECOMPUTED
-    reference = torch.empty(rows, most_completions(length), dtype=torch.float64) if is_ahead else None
-    counters = torch.empty(rows, dtype=torch.int64)
-    return Batch(inputs, torch.empty_like(tokens), counters, documents, completions=completions, reference=reference)

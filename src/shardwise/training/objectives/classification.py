@@ -29,11 +29,15 @@ class Classification(LanguageModelling):
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
         """Return (summed cross-entropy in nats, counted labels), and count the classes."""
         assert microbatch.labels is not None
-        is_counted = microbatch.labels != IGNORED
-        labels = microbatch.labels[is_counted]
-        predicted = output.logits.detach().argmax(-1)[is_counted]
-        for place, classes in enumerate((labels[labels == predicted], labels, predicted)):
-            self._counts[place] += torch.bincount(classes, minlength=self.classes)
+        is_counted = (microbatch.labels != IGNORED).flatten()
+        labels = microbatch.labels.flatten().clamp(min=0)
+        predicted = output.logits.detach().argmax(-1).flatten()
+        # Sums with zeros in them: to take the counted ones out, the host would have to know how many there are.
+        ones = is_counted.to(self._counts.dtype)
+        for place, (classes, numbers) in enumerate(
+            ((labels, ones * (labels == predicted)), (labels, ones), (predicted, ones))
+        ):
+            self._counts[place].index_add_(0, classes, numbers)
         return super().loss(microbatch, output)
 
     def measured(self) -> Tensor:

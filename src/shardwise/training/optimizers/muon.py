@@ -117,7 +117,7 @@ class Muon(SliceOptimizer):
             yield from self._in_blocks(ranks, tasks, slices, settings)
 
     def _make_exchange(self, slices: Mapping[str, Tensor]) -> MatrixExchange:
-        """Ask the ranks of the stage what they hold, and share the matrices out. Collective."""
+        """Share the matrices out over the ranks of the stage."""
         model = self.model
         if model is None:
             whole = [
@@ -127,12 +127,11 @@ class Muon(SliceOptimizer):
             holdings = {task.name: [Region(part, part)] for task in tasks for part in [_all(task.matrix)]}
             return MatrixExchange(None, [holdings], tasks, self.dtype, next(iter(slices.values())).device)
         ways, tensors = model.plan.orthogonalized, model.tensor_map
-        entries = [self.entry(parameter) for _, parameter in self._members()]
-        own = {entry.name: entry.regions for entry in entries}
-        everyone: list[Any] = [None] * self._stage.size()
-        dist.all_gather_object(everyone, own, group=self._stage)
         # Another Muon, with other options, may have some of the plan's matrices.
-        names = [entry.name for entry in tensors if any(entry.name in regions for regions in everyone)]
+        members = {self.entry(parameter).name for group in self.param_groups for parameter in group["params"]}
+        names = [entry.name for entry in tensors if entry.name in members]
+        ranks = map(model.layout.seen_from, dist.get_process_group_ranks(self._stage))
+        everyone = [{name: tensors[name].regions_at(rank) for name in names} for rank in ranks]
         named = [(name, matrix) for name in names for matrix in matrices_of(model.facts, name)]
         tasks = [Task(n, name, m, m.work, ways[name] == EVERY_RANK) for n, (name, m) in enumerate(named)]
         cuts = {name: (isinstance(tensors[name].parameter, DTensor), tensors[name].split is not None) for name in names}
