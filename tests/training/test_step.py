@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import DataError, ModelError
+from shardwise.job import devices
 from shardwise.job.schema import Job
 from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.testing.world import WorldPool
@@ -27,9 +28,11 @@ from shardwise.training.step import (
     evaluate,
     exchange_control,
     read_at_once,
+    squared_share,
     train_step,
 )
 from tests.parity.jobs import make_job, make_module_job
+from tests.parity.test_experts import experts_job
 
 CPU = torch.device("cpu")
 
@@ -46,6 +49,13 @@ def steps(job: Job, count: int) -> list[tuple[float, float, int]]:
     run = set_up(job, CPU)
     results = [one_step(run, step) for step in range(count)]
     return [(result.loss, result.grad_norm, result.count) for result in results]
+
+
+def steps_in_fp32(job: Job, count: int) -> list[tuple[float, float, int]]:
+    """The same where the device has no fp64 to sum in."""
+    with mock.patch.object(devices, "has_fp64", lambda device_type: False):
+        assert squared_share([], CPU).dtype == torch.float32
+        return steps(job, count)
 
 
 def overflowing(job: Job, count: int) -> list[tuple[bool, float, bool]]:
@@ -196,6 +206,26 @@ def test_values_are_read_at_once_and_as_they_are() -> None:
     real, whole, none, [not_a_number] = read_at_once(tensors)
     assert real == floats and math.copysign(1, real[1]) == -1
     assert whole == [-1, 1 << 62] and none == [] and math.isnan(not_a_number)
+
+
+def test_values_of_fp32_are_read_beside_whole_ones() -> None:
+    real, whole = read_at_once([torch.tensor([0.5, -math.inf, 1e-45]), torch.tensor([-1, 1 << 62])])
+    assert real[:2] == [0.5, -math.inf] and 0 < real[2] < 2e-45 and whole == [-1, 1 << 62]
+
+
+EXPERTS = {"balancing_loss": "global", "balancing_coefficient": 0.1}
+
+
+@pytest.mark.parametrize("model", ["llama", "experts", "experts by sequence"])
+def test_sums_in_fp32_train_as_those_in_fp64(world_pool: WorldPool, corpora: Path, model: str) -> None:
+    router = {**EXPERTS, "balancing_loss": "sequence"} if "sequence" in model else EXPERTS
+    fp32: dict[str, Any] = {"precision": {"compute": "fp32"}, "optimizer": {"clip_norm": 0.1}}
+    job = make_job(corpora, **fp32) if model == "llama" else experts_job(corpora, "qwen3_moe", router=router, **fp32)
+    [wide], [narrow] = world_pool.run(1, steps, job, 3), world_pool.run(1, steps_in_fp32, job, 3)
+    assert narrow != wide  # norms are rounded
+    assert [one[2] for one in narrow] == [one[2] for one in wide]
+    for (loss, norm, _), (exact_loss, exact_norm, _) in zip(narrow, wide, strict=True):
+        assert loss == pytest.approx(exact_loss, rel=1e-5) and norm == pytest.approx(exact_norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("counted", [True, False])

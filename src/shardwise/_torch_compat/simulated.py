@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils.checkpoint import DefaultDeviceType
 
+from shardwise._torch_compat.accelerator import on_accelerator
 from shardwise._torch_compat.remembered_fakes import RememberedFakeMode
 from shardwise._torch_compat.tracing import FakeTensor, tree_leaves
 
@@ -25,6 +26,7 @@ DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[cal
 LARGEST_HEAD = 256  # that flash attention takes
 # Attributes of storages: torch keeps a storage's Python object as long as the storage.
 PINNED, OF_VALUES = "_shardwise_pinned", "_shardwise_of_values"
+NO_FP64 = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64"
 READS_NOTHING = ("empty", "new_", "record_stream", "resize", "set_")
 
 # Products, which autocast computes in its dtype, and what it computes in fp32.
@@ -140,10 +142,11 @@ class SimulatedFakeMode(RememberedFakeMode):
 
     Args:
         made: told of every tensor that an operator returns.
+        has_fp64: whether the device has it; else it refuses, as Metal does, whatever would make such a tensor there.
     """
 
-    def __init__(self, made: Callable[[Tensor], None], **settings: Any) -> None:
-        self._made = made
+    def __init__(self, made: Callable[[Tensor], None], has_fp64: bool = True, **settings: Any) -> None:
+        self._made, self._has_fp64 = made, has_fp64
         super().__init__(**settings)
 
     @property
@@ -163,6 +166,8 @@ class SimulatedFakeMode(RememberedFakeMode):
         output = super().dispatch(func, types, args, kwargs)
         for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(leaf, Tensor):
+                if not self._has_fp64 and leaf.dtype is torch.float64 and on_accelerator(leaf):
+                    raise TypeError(NO_FP64)
                 self._made(leaf)
                 if mark is not None:
                     setattr(leaf.untyped_storage(), mark, True)

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.job.devices import CPU, copies_aside
+from shardwise.job.devices import CPU, copies_aside, widest_float
 
 IGNORED = -100  # label of a position that no loss counts; torch's and transformers' own ignore_index
 
@@ -126,10 +126,10 @@ class Batch:
     def count(self) -> Tensor:
         """Scalar: the labels that are counted, or real rows where there are no labels or they are not class ids.
 
-        Int64; with `weights` their sum in fp64, which is the number of samples up to rounding.
+        Int64; with `weights` their sum in the device's widest dtype, which is the number of samples up to rounding.
         """
         if self.weights is not None:
-            return self.weights.sum(dtype=torch.float64)
+            return self.weights.sum(dtype=widest_float(self.weights.device))
         if self.labels is None or self.labels.is_floating_point():
             return self.counted.sum()
         return (self.labels != IGNORED).sum()
@@ -140,10 +140,11 @@ class Batch:
         A sample is a pair of completions, or a document or a row where these are isolated, else a row of the batch.
         """
         assert self.labels is not None
-        counted = (self.labels != IGNORED).double()
+        wide = widest_float(self.labels.device)
+        counted = (self.labels != IGNORED).to(wide)
         numbers = torch.zeros_like(self.labels) if self.document_ids is None else self.document_ids
         numbers = numbers if self.completions is None else self.completions // 2
-        sizes = torch.zeros(len(counted), int(numbers.max()) + 1, dtype=torch.float64, device=counted.device)
+        sizes = torch.zeros(len(counted), int(numbers.max()) + 1, dtype=wide, device=counted.device)
         sizes.scatter_add_(1, numbers, counted)  # [B, documents]
         return replace(self, weights=counted / sizes.gather(1, numbers).clamp(min=1))
 
@@ -184,10 +185,13 @@ def batch_digest(batch: Batch) -> int:
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor on `device`; the host does not wait for the copy."""
-    if tensor.device.type == CPU and copies_aside(torch.device(device).type):
+    """Return a tensor on `device`, fp64 in its widest dtype. The host does not wait for a copy that goes on aside."""
+    device = torch.device(device)
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(widest_float(device))
+    if tensor.device.type == CPU and copies_aside(device.type):
         tensor = tensor.pin_memory()  # from other memory it would
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=copies_aside(device.type))
 
 
 def wrap(value: int) -> int:

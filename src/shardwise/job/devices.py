@@ -9,15 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from shardwise.job.capability import Capability, unless
 
+if TYPE_CHECKING:
+    import torch
+
 CPU, CUDA, XPU, MPS = "cpu", "cuda", "xpu", "mps"
+ALONE_BACKEND = "alone"  # the backend of one rank, in collectives/alone.py
 
 
 class Feature(StrEnum):
     """Something that some kinds of devices can do and others cannot."""
 
+    RANKS = "several ranks"
+    UNITS = "units of FSDP2"
+    REDRAWN = "dropout that checkpoints draw again"
     ENGINE = "the native engine's collectives"
     TWO_LEVELS = "two-level collectives"
     FP64 = "fp64"
@@ -99,10 +107,13 @@ KINDS = (
         },
     ),
     DeviceKind(
-        MPS, "GPUs of Apple", "gloo", "fp32", 4096,
+        MPS, "GPUs of Apple", ALONE_BACKEND, "fp32", 4096,
         flops_a_byte=1000.0,
-        is_default=False, tried="nothing: refused",
+        is_default=False, tried="nothing; jobs of one rank on a simulated device that refuses what Metal refuses",
         lacks={
+            Feature.RANKS: "none of torch's backends moves Metal's tensors",
+            Feature.UNITS: "FSDP2 needs streams, which torch.mps has not",
+            Feature.REDRAWN: "torch's checkpoints keep no state of Metal's generator",
             Feature.ENGINE: "there is one process",
             Feature.TWO_LEVELS: "there is one process",
             Feature.FP64: "Metal has no fp64",
@@ -138,6 +149,19 @@ def copies_aside(device_type: str) -> bool:
     """Return whether copies between a device of this type and its host go on beside compute, from pinned memory."""
     kind = _kinds.get(device_type)  # none of `meta`
     return kind is not None and kind.supports(Feature.ASIDE).ok
+
+
+def has_fp64(device_type: str) -> bool:
+    """Return whether devices of this type compute in fp64."""
+    kind = _kinds.get(device_type)  # none of `meta`
+    return kind is None or kind.supports(Feature.FP64).ok
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums on `device`: fp64, or fp32 on one that has none."""
+    import torch  # which reading a job does not need
+
+    return torch.float64 if has_fp64(device.type) else torch.float32
 
 
 def default_device_type() -> str:

@@ -168,7 +168,7 @@ class ParallelSection(Section):
     device: Device = Field(
         default="auto",
         description="Device type of the workers. `auto` takes a GPU of CUDA, ROCm (as `cuda`) or Intel (`xpu`) where "
-        "there is one; Apple's (`mps`) cannot train yet. What each can do: [devices.md](devices.md).",
+        "there is one, Apple's (`mps`) by name alone: one worker, in fp32. What each can do: [devices.md](devices.md).",
     )
     sharded_data_parallel_degree: Positive | None = Field(
         default=None,

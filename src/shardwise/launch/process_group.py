@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from shardwise._torch_compat import accelerator
 from shardwise.collectives import hierarchical, registration, topology
+from shardwise.collectives.alone import register_alone
 from shardwise.errors import MachineError
-from shardwise.job.devices import device_kind
+from shardwise.job.devices import ALONE_BACKEND, device_kind
 from shardwise.launch import failure, loopback
 from shardwise.launch.environment import RankEnvironment, detect
 from shardwise.launch.heap import keep_freed_memory
@@ -174,8 +175,11 @@ def _join(place: RankEnvironment, device: torch.device, backend: str, timeout: t
     parts = hierarchical.parts_of(backend)
     if registration.BACKEND in parts:
         registration.register()
-    hierarchical.register_two_levels(*parts)
-    if accelerator.is_accelerator(device) and backend == device_kind(device.type).backend:
+    if parts[0] != "flat":
+        hierarchical.register_two_levels(*parts)
+    if backend == ALONE_BACKEND:
+        register_alone()
+    elif accelerator.is_accelerator(device) and backend == device_kind(device.type).backend:
         # Offloaded parameters and counters live on the CPU. No `device_id`: with it every new group is split from the
         # default one by all ranks together, and a layout makes its groups on their members alone.
         backend = f"cpu:gloo,{device.type}:{backend}"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.job.devices import widest_float
+
 
 @dataclass
 class MicrobatchRoutes:
@@ -39,8 +41,9 @@ class LocalBalancing:
     ) -> None:
         self.by_sequence, self.coefficient = by_sequence, coefficient
         self.number, self.layers, self.device, self.dtype = number, layers, device, dtype
-        self.step_sequences = torch.ones((), dtype=torch.float64, device=device)
-        self._sequence_loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.wide = widest_float(device)
+        self.step_sequences = torch.ones((), dtype=self.wide, device=device)
+        self._sequence_loss = torch.zeros((), dtype=self.wide, device=device)
         self._microbatches: list[MicrobatchRoutes] = []
 
     def begin(self, sequences: Tensor) -> None:
@@ -51,7 +54,7 @@ class LocalBalancing:
 
     def begin_microbatch(self, sequences: int) -> None:
         """Begin the forward of a microbatch of so many real sequences."""
-        shares = torch.zeros(2, self.number, dtype=torch.float64, device=self.device)
+        shares = torch.zeros(2, self.number, dtype=self.wide, device=self.device)
         self._microbatches.append(MicrobatchRoutes(sequences, shares, shares.new_zeros(1)))
 
     def current(self) -> MicrobatchRoutes:
@@ -59,7 +62,7 @@ class LocalBalancing:
         return self._microbatches[-1]
 
     def loss(self) -> Tensor:
-        """Return this rank's share of the loss of the step, before its coefficient: 0-dim, fp64."""
+        """Return this rank's share of the loss of the step, before its coefficient: 0-dim."""
         if self.by_sequence:
             return self._sequence_loss / (self.layers * self.step_sequences)
         values = [
@@ -76,7 +79,7 @@ class LocalBalancing:
             real = counted.view(sequences, -1)[:, 0]
             self._sequence_loss += self.number * ((f * p).sum(1) * real).sum()
             return
-        routes, weights = self.current(), counted.double()[:, None]
+        routes, weights = self.current(), counted.to(self.wide)[:, None]
         routes.shares += torch.stack([(choices * weights).sum(0), (probabilities * weights).sum(0)])
         routes.rows += weights.sum()
 
@@ -93,7 +96,7 @@ class LocalBalancing:
         return gain.reshape(-1, self.number).to(self.dtype)
 
     def _routes(self, logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
-        """Return the choices, one-hot, and the probabilities of each token, [T, experts] in fp64."""
+        """Return the choices, one-hot, and the probabilities of each token, [T, experts], widely."""
         best = logits.softmax(-1).topk(chosen, -1).indices
-        choices = torch.zeros(len(logits), self.number, dtype=torch.float64, device=logits.device)
-        return choices.scatter_(1, best, 1.0), logits.to(self.dtype).softmax(-1).double()
+        choices = torch.zeros(len(logits), self.number, dtype=self.wide, device=logits.device)
+        return choices.scatter_(1, best, 1.0), logits.to(self.dtype).softmax(-1).to(self.wide)

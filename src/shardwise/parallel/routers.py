@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise._torch_compat.autograd import number_of_backward
 from shardwise.collectives.names import CollectiveName
+from shardwise.job.devices import widest_float
 from shardwise.kernels.dropout import DropoutScope, active_scope
 from shardwise.parallel.local_balancing import LocalBalancing
 
@@ -78,6 +79,7 @@ class ExpertRouters:
         self.stacks, self.number = tuple(stacks), number
         self.balancing, self.z_loss = balancing, z_loss
         self.counts_once, self.device, self.dtype = counts_once, device, dtype
+        self.wide = widest_float(device)  # fp64 holds counts of any step exactly, as fp32 does not beyond 2^24
         self.loss_scale = 1.0
         self._counting = False
         # Of a token's probabilities, by stack.
@@ -93,16 +95,15 @@ class ExpertRouters:
     def _forget(self) -> None:
         """Drop the sums of the step before."""
         self.routed = torch.zeros(len(self.stacks), self.number, dtype=torch.int64, device=self.device)
-        # In fp64, which holds counts of any step exactly, as fp32 does not beyond 2^24.
-        self._shares = torch.zeros(2, *self.routed.shape, dtype=torch.float64, device=self.device)
-        self._rows = torch.zeros(len(self.stacks), 1, dtype=torch.float64, device=self.device)
+        self._shares = torch.zeros(2, *self.routed.shape, dtype=self.wide, device=self.device)
+        self._rows = torch.zeros(len(self.stacks), 1, dtype=self.wide, device=self.device)
 
     def begin(self, sequences: int = 0) -> None:
         """Count from here on, until `settle`; `sequences`: real ones of this rank's step. Collective with `local`."""
         self._forget()
         self._counting = True
         if self.local is not None:
-            total = torch.tensor(float(sequences), dtype=torch.float64, device=self.device)
+            total = torch.tensor(float(sequences), dtype=self.wide, device=self.device)
             with ROUTES:
                 dist.all_reduce(total)
             self.local.begin(total)
@@ -112,7 +113,7 @@ class ExpertRouters:
         if not self._counting:
             return
         self._counting = False
-        sums = torch.cat([self.routed.flatten().double(), self._shares.flatten(), self._rows.flatten()])
+        sums = torch.cat([self.routed.flatten().to(self.wide), self._shares.flatten(), self._rows.flatten()])
         sums = sums * self.counts_once
         with ROUTES:
             dist.all_reduce(sums)
@@ -132,10 +133,10 @@ class ExpertRouters:
         return choices, probabilities, rows.clamp(min=1)
 
     def measured(self) -> Tensor:
-        """Return the totals of the step that was settled last, fp64, on the device. Collective with `local`."""
-        load = self.routed.amax(1) / self.routed.double().mean(1).clamp(min=1e-12)
-        idle = (self.routed == 0).double().mean()
-        return torch.cat([self._balancing_loss().double().view(1), idle.view(1), load])
+        """Return the totals of the step that was settled last, on the device. Collective with `local`."""
+        load = self.routed.amax(1) / self.routed.to(self.wide).mean(1).clamp(min=1e-12)
+        idle = (self.routed == 0).to(self.wide).mean()
+        return torch.cat([self._balancing_loss().to(self.wide).view(1), idle.view(1), load])
 
     def totals(self, measured: Sequence[float]) -> RouterTotals:
         """Return the totals, of the values that were `measured`."""
@@ -191,7 +192,7 @@ class ExpertRouters:
         )
         if not self.needs_totals:
             return
-        weights, chosen = counted.double(), experts.shape[1]
+        weights, chosen = counted.to(self.wide), experts.shape[1]
         choices = logits.softmax(-1).topk(chosen, -1).indices
         self._shares[0, number].scatter_add_(0, choices.flatten(), weights.repeat_interleave(chosen))
         self._shares[1, number] += (logits.to(self.dtype).softmax(-1) * weights[:, None]).sum(0)
@@ -257,5 +258,5 @@ def updated_bias(bias: Tensor, routed: Tensor, rate: float) -> Tensor:
 
     b + rate · sign(mean of routed - routed): DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
-    below = routed.double().mean() - routed
+    below = routed.to(widest_float(routed.device)).mean() - routed
     return bias + rate * below.sign().to(bias.dtype)

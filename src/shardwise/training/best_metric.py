@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint.manifest import Progress
 from shardwise.errors import ConfigError
+from shardwise.job.devices import widest_float
 from shardwise.job.schema import EvaluationSection, Job
 from shardwise.words import nearest
 
@@ -29,7 +30,8 @@ def metric_of(record: Mapping[str, Any], settings: EvaluationSection, device: to
     """
     value: Any = record.get(settings.metric, "")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    told = torch.tensor([float(value) if is_number else 0.0, float(is_number)], dtype=torch.float64, device=device)
+    numbers = [float(value) if is_number else 0.0, float(is_number)]
+    told = torch.tensor(numbers, dtype=widest_float(device), device=device)
     dist.broadcast(told, 0)
     number, is_there = told.tolist()
     if not is_there:

@@ -27,6 +27,7 @@ from shardwise.cache import cache_root
 from shardwise.checkpoint.adapters import hash_tensors
 from shardwise.checkpoint.state import persistent_buffers
 from shardwise.collectives.names import CollectiveName
+from shardwise.data.batch import moved
 from shardwise.data.loader import EVALUATION, Stream
 from shardwise.data.packed_rows import PackedRows
 from shardwise.data.store import COMPLETE, Column, build_once, digest
@@ -86,10 +87,11 @@ def _of_corpus(
             build_once(directory, partial(write_values, values=values), lambda text: None)
         return values.numpy(), f"log-probabilities by the reference are computed, and kept in {directory}."
     count = len(splits[0].corpus.starts)
-    values = (read_values(directory, count) if is_first else torch.empty(count, dtype=torch.float64)).to(device)
+    stored = read_values(directory, count) if is_first else torch.empty(count, dtype=torch.float64)
+    values = moved(stored, device)
     with STORED:
         dist.broadcast(values, 0)
-    return values.cpu().numpy(), f"log-probabilities by the reference are read from {directory}."
+    return values.cpu().double().numpy(), f"log-probabilities by the reference are read from {directory}."
 
 
 def _computed(objective: DirectPreference, stream: Stream, splits: Sequence[PackedRows]) -> Tensor:
@@ -102,15 +104,15 @@ def _computed(objective: DirectPreference, stream: Stream, splits: Sequence[Pack
             for microbatch in objective.with_reference(on_device, step=0):
                 if microbatch.reference is None or not model.contributes:
                     continue
-                sums, counters = microbatch.reference.double().cpu(), microbatch.rows.tolist()
+                sums, counters = microbatch.reference.cpu().double(), microbatch.rows.tolist()
                 for place in microbatch.counted.nonzero().flatten().tolist():
                     rows = split.sequences[counters[place] - EVALUATION]
                     values[rows] += sums[place, : len(rows)]
     model.meet()
-    total = values.to(model.device)
+    total = moved(values, model.device)
     with SUMS:
         dist.all_reduce(total)
-    return total.cpu()
+    return total.cpu().double()
 
 
 def write_values(directory: Path, values: Tensor) -> None:

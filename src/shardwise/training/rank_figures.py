@@ -24,7 +24,7 @@ Figures = Mapping[str, list[float]]  # by rank
 
 
 def own_figures(device: torch.device) -> Tensor:
-    """Return what, summed over the ranks, are the figures of an accelerator's: fp64, empty on a CPU."""
+    """Return what, summed over the ranks, are the figures of an accelerator's: of its widest dtype, empty on a CPU."""
     if not accelerator.is_accelerator(device):
         return torch.zeros(0, dtype=torch.float64)
     figures = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)

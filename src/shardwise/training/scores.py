@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.collectives.names import CollectiveName
+from shardwise.job.devices import widest_float
 from shardwise.parallel.model import ParallelModel
 
 MOST_LOGITS = 1 << 27  # of one forward of a rank: half a gigabyte in fp32
@@ -43,7 +44,7 @@ def log_likelihoods(model: ParallelModel, rows: Sequence[Continuation]) -> list[
     limit, shares = most_tokens(model), model.layout.data_ranks
     short = [row.cut(limit) for row in rows]
     longest_first = sorted(range(len(rows)), key=lambda number: -_length(short[number]))
-    scores = torch.zeros(len(rows), 2, dtype=torch.float64, device=model.device)
+    scores = torch.zeros(len(rows), 2, dtype=widest_float(model.device), device=model.device)
     with torch.no_grad(), model.whole_logits():
         while longest_first:
             count = shares * _rows_at_once(model, _length(short[longest_first[0]]))
@@ -52,7 +53,7 @@ def log_likelihoods(model: ParallelModel, rows: Sequence[Continuation]) -> list[
             filled = own + chosen[:1] * (-(-len(chosen) // shares) - len(own))  # shares have equally many
             values = _score(model, [short[number] for number in filled], _length(short[chosen[0]]))
             if model.is_reporting_rank and own:
-                scores[own] = values[: len(own)].double()
+                scores[own] = values[: len(own)].to(scores.dtype)
     model.reshard()
     with SCORES:
         dist.all_reduce(scores)

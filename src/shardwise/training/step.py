@@ -23,6 +23,7 @@ from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.data.batch import Batch, moved, wrap
 from shardwise.errors import DataError, ModelError, require_type
+from shardwise.job.devices import widest_float
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
@@ -34,6 +35,8 @@ from shardwise.training.rank_figures import Figures, figures_of, own_figures
 
 NORM_CHUNK = 1 << 16  # elements that a CPU sums in the gradients' own dtype; measured: as fast as the fp32 norm
 
+
+FORMATS = {torch.int64: "q", torch.float64: "d", torch.float32: "f"}  # of what a step reads, as struct has them
 
 CONTROL = CollectiveName("the step's control message", "world", "all_reduce")
 LOSS_AND_NORM = CollectiveName("loss and gradient norm", "world", "all_reduce")
@@ -127,7 +130,7 @@ class Control(NamedTuple):
             value = NORMALISATIONS[model.plan.normalisation].seed(self.message.counts, loss_scale)
             return torch.full((), value, dtype=model.accumulation_dtype, device=model.device)
         # `samples` is what the loss is divided by, be it labels or samples.
-        divisor = self.on_device[ControlMessage._fields.index("samples")].clamp(min=1).double()
+        divisor = self.on_device[ControlMessage._fields.index("samples")].clamp(min=1).to(widest_float(model.device))
         # Torch's number / tensor rounds twice.
         return (torch.full_like(divisor, loss_scale) / divisor).to(model.accumulation_dtype)
 
@@ -307,19 +310,18 @@ def reduce_loss_and_norm(
 
 
 def read_at_once(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Return the values of tensors in one dim, int64 or fp64, for which the host waits once."""
-    bits = torch.cat([tensor.view(torch.int64) for tensor in tensors]).tolist()
-    values = []
+    """Return the values of tensors in one dim, int64, fp64 or fp32, for which the host waits once."""
+    words = torch.cat([tensor.view(torch.int32) for tensor in tensors]).tolist()
+    memory, values = struct.pack(f"{len(words)}i", *words), []
     for tensor in tensors:
-        own, bits = bits[: len(tensor)], bits[len(tensor) :]
-        is_whole = tensor.dtype == torch.int64
-        values.append(own if is_whole else [*struct.unpack(f"{len(own)}d", struct.pack(f"{len(own)}q", *own))])
+        own, memory = memory[: tensor.nbytes], memory[tensor.nbytes :]
+        values.append([*struct.unpack(f"{len(tensor)}{FORMATS[tensor.dtype]}", own)])
     return values
 
 
 def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: torch.device) -> Tensor:
-    """Return this rank's share, 0-dim fp64, of the squared norm; the ranks' shares have every element once."""
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    """Return this rank's share, 0-dim, of the squared norm; the ranks' shares have every element once."""
+    squares = torch.zeros((), dtype=widest_float(device), device=device)
     by_replication: dict[int, list[Tensor]] = {}
     for entry, gradient in gradients:
         by_replication.setdefault(entry.replication, []).append(gradient)
@@ -329,12 +331,13 @@ def squared_share(gradients: Iterable[tuple[ParameterEntry, Tensor]], device: to
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Sum the squares, in fp64 from chunk to chunk: a CPU's fp32 norm of a few million elements is off by 5e-5."""
+    """Sum the squares, widely from chunk to chunk: a CPU's fp32 norm of a few million elements is off by 5e-5."""
+    wide = widest_float(gradients[0].device)
     gradients = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
     if accelerator.on_accelerator(gradients[0]):
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square().sum()
     chunks = (chunk for gradient in gradients for chunk in gradient.reshape(-1).split(NORM_CHUNK))
-    return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=torch.float64)
+    return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=wide)
 
 
 def _check_count(counted: int, count: int) -> None:

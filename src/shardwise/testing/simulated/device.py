@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +31,7 @@ from shardwise._torch_compat.simulated import (
 )
 from shardwise._torch_compat.tracing import dispatch_modes_off, is_fake
 from shardwise.errors import MachineError
+from shardwise.job.devices import CUDA, MPS, DeviceKind, Feature, device_kind
 from shardwise.testing.simulated.memory import MemoryCounts
 from shardwise.testing.simulated.streams import (
     SIMULATED,
@@ -42,6 +43,7 @@ from shardwise.testing.simulated.streams import (
     timeline,
 )
 
+OF_PYTHON = ("get_amp_supported_dtype", "manual_seed_all")  # that torch asks of modules of devices from Python alone
 CAPACITY = 80 << 30  # bytes, for those who ask
 _RealGenerator = torch.Generator
 
@@ -73,17 +75,19 @@ class Simulation:
     """A simulated device while it is there.
 
     Attributes:
+        kind: what the device can do.
         memory: bytes alive, by type of device: `simulated` and `cpu`.
         fakes: the mode under which tensors are fake.
     """
 
+    kind: DeviceKind
     memory: MemoryCounts = field(default_factory=MemoryCounts)
     device: torch.device = field(init=False)
     fakes: SimulatedFakeMode = field(init=False)
 
     def __post_init__(self) -> None:
         self.device = torch.device(SIMULATED, 0)
-        self.fakes = SimulatedFakeMode(self.memory.see, allow_non_fake_inputs=True)
+        self.fakes = SimulatedFakeMode(self.memory.see, self.kind.supports(Feature.FP64).ok, allow_non_fake_inputs=True)
 
 
 class _Module:
@@ -211,9 +215,24 @@ class _Module:
 module = _Module()
 
 
+class _Less:
+    """That module with no more names than another one: `torch.mps` has neither streams nor the device's properties."""
+
+    def __init__(self, other: ModuleType) -> None:
+        self._other = other
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OF_PYTHON:
+            getattr(self._other, name)  # AttributeError, in torch's words
+        return getattr(module, name)
+
+
 @contextmanager
-def simulated_device() -> Iterator[Simulation]:
+def simulated_device(kind: DeviceKind | None = None) -> Iterator[Simulation]:
     """Have the device `simulated:0` inside, as the process's accelerator.
+
+    Args:
+        kind: whose lacks it has; unset: CUDA's, which has none.
 
     Raises:
         MachineError: the process has a device from outside of torch already, or computes on a GPU.
@@ -222,13 +241,16 @@ def simulated_device() -> Iterator[Simulation]:
     if module.simulation is not None:
         raise MachineError("this process has its simulated device already")
     timeline.begin()
-    simulation = Simulation()
+    kind = kind or device_kind(CUDA)
+    simulation = Simulation(kind)
     with ExitStack() as stack:
+        if kind.like == MPS:
+            stack.enter_context(mock.patch.object(torch, SIMULATED, _Less(torch.mps)))
         stack.enter_context(mock.patch.object(module, "simulation", simulation))
         for name, function in _accelerator_functions().items():  # torch 2.11 lacks some of them
             stack.enter_context(mock.patch.object(torch.accelerator, name, function, create=True))
-        for name, kind in (("Stream", SimulatedStream), ("Event", SimulatedEvent), ("Generator", SimulatedGenerator)):
-            stack.enter_context(mock.patch.object(torch, name, kind))
+        for name, made in (("Stream", SimulatedStream), ("Event", SimulatedEvent), ("Generator", SimulatedGenerator)):
+            stack.enter_context(mock.patch.object(torch, name, made))
         stack.enter_context(pinned_fakes())
         stack.enter_context(checkpoints_on(SIMULATED))
         stack.enter_context(simulation.memory.watching())

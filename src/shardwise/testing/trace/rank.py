@@ -27,7 +27,7 @@ from shardwise._torch_compat.remembered_fakes import RememberedFakeMode
 from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.errors import MachineError
 from shardwise.job.axes import Axis
-from shardwise.job.devices import CPU, add_device_kind
+from shardwise.job.devices import CPU, Feature, add_device_kind
 from shardwise.model.build import build_model
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.apply import parallelize
@@ -120,8 +120,10 @@ def exempt(plan: Plan) -> tuple[str, ...]:
     """Return the functions of a step in which a host waits for its accelerator, or gives it values, because it has to.
 
     Updates in host memory wait for their gradients, and FSDP2, where it offloads parameters, for what it has reduced.
+    So does the host for every copy where none goes on aside.
     """
-    functions: list[str] = []
+    aside = plan.world.kind.supports(Feature.ASIDE).ok
+    functions = [] if aside else ["moved", "CopyStream.copy", "ActivationOffload.copy"]
     if plan.stages:  # torch's own: an agreement ahead of the first step, and losses that stay until the next
         functions += ["Pipeline.train", "_MicrobatchRunner.forward"]
     if plan.offloaded_optimizer:
@@ -157,7 +159,7 @@ def device_of(world: World) -> Iterator[tuple[torch.device, FakeTensorMode]]:
     if world.device_type == CPU:
         yield torch.device(CPU), RememberedFakeMode(allow_non_fake_inputs=True)
         return
-    with simulated_device() as simulation, packages_stood_for():
+    with simulated_device(world.kind) as simulation, packages_stood_for():
         yield simulation.device, simulation.fakes
 
 

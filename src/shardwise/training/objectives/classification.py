@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import IGNORED, Batch
+from shardwise.job.devices import widest_float
 from shardwise.parallel.model import ParallelModel
 from shardwise.training.objectives.language_modelling import LanguageModelling
 
@@ -24,7 +25,7 @@ class Classification(LanguageModelling):
 
     def _no_counts(self) -> Tensor:
         """Return zeros [3, classes]: of each class right predictions, labels and predictions."""
-        return torch.zeros(3, self.classes, dtype=torch.float64, device=self.model.device)
+        return torch.zeros(3, self.classes, dtype=widest_float(self.model.device), device=self.model.device)
 
     def loss(self, microbatch: Batch, output: Any) -> tuple[Tensor, Tensor]:
         """Return (summed cross-entropy in nats, counted labels), and count the classes."""

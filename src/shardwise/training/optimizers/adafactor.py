@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.collectives.tensor import sum_together
 from shardwise.job.axes import Axis, data_axes
+from shardwise.job.devices import widest_float
 from shardwise.parallel.logical_state import StateForm, form_of_parameter
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, Region
 from shardwise.training.optimizers.checks import check_rates
 from shardwise.training.optimizers.slice_optimizer import SliceOptimizer, chunks_of
 
-WIDE = torch.float64  # of sums over ranks
 SUMS = "Adafactor's sums"
 
 
@@ -56,7 +56,7 @@ class Sums:
         """Return zeros for a tensor, which may be cut across its rows or columns."""
 
         def zeros(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=WIDE, device=device)
+            return torch.zeros(size, dtype=widest_float(device), device=device)
 
         rows = zeros(*shape[:-1], 1) if across_rows else None
         columns = zeros(*shape[:-2], 1, shape[-1]) if across_columns else None

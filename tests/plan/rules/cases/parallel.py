@@ -9,14 +9,33 @@ from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import World
 from tests.plan.rules.jobs import CUDA4, FACTS, case
 
+MPS = {"parallel": {"device": "mps"}}
+ONE_MPS = World(1, "mps", 1)
+
 CASES = {
     "device": case({"parallel": {"device": "cuda"}}, {"parallel": {"device": "cpu"}}, "run on cpu"),
+    "device-ranks": case(
+        MPS,
+        MPS,
+        "none of torch's backends moves Metal's tensors, and the ranks run on mps; use workers 1",
+        World(2, "mps", 2),
+        legal_world=ONE_MPS,
+    ),
     "device-fp64": case(
-        {"parallel": {"device": "mps"}},
-        {"parallel": {"device": "auto"}},
-        "summed in fp64: Metal has no fp64, and the ranks run on mps; use device cpu",
-        World(1, "mps", 1),
-        legal_world=World(1, "cpu", 1),
+        {**MPS, "precision": {"compute": "fp64"}},
+        {**MPS, "precision": {"compute": "fp32"}},
+        "Metal has no fp64, and the ranks run on mps; use fp32, or device cpu",
+        ONE_MPS,
+    ),
+    "device-units": case(
+        {**MPS, "precision": {"compute": "bf16"}}, MPS, "FSDP2 needs streams, which torch.mps has not", ONE_MPS
+    ),
+    "device-dropout": case(
+        {**MPS, "memory": {"activation_checkpointing": "full"}},
+        {**MPS, "memory": {"activation_checkpointing": "full"}, "model": {"attention": "eager"}},
+        "keep no state of Metal's generator, and the ranks run on mps; use activation_checkpointing none",
+        ONE_MPS,
+        replace(FACTS, has_attention_dropout=True),
     ),
     "two-levels": case(
         {"parallel": {"collective_algorithm": "two_level"}},
@@ -41,6 +60,7 @@ CASES = {
 }
 
 MORE: list[tuple[str, dict[str, Any], World, ModelFacts]] = [
+    ("device-units", {**MPS, "memory": {"offload_parameters": True}}, ONE_MPS, FACTS),
     ("backend", {"parallel": {"ddp_dist_backend": "gloo"}}, CUDA4, FACTS),
     ("backend", {"parallel": {"ddp_dist_backend": "shardwise"}}, World(4, "xpu", 4), FACTS),
     ("backend", {"parallel": {"ddp_dist_backend": "nccl"}}, World(4, "xpu", 4), FACTS),
