@@ -64,6 +64,7 @@ ROUNDINGS = 4  # of a gradient until weight decay is added to it: its sums, the 
 SUMS = 10  # roundings of a gradient as large as the largest, until it is compared
 PARTS = (1 / 3, 2 / 3)  # of a loss, whose gradients have other roundings than the whole one's
 FLOOR_EXPECTED = 1e-12  # an fp64 model whose own rounding is above this computes partly in a smaller dtype
+ROUNDS_INSIDE = "The model itself computes in a smaller dtype than fp64, which moves gradients by its rounding"
 FLOOR_MOST = 0.05  # of a gradient: no dtype's rounding is above this
 
 
@@ -88,7 +89,7 @@ class OracleReference:
     stale: Snapshot | None = field(default=None, init=False)  # of the oracle before the last step
     earlier: Mapping[str, Tensor] = field(default_factory=dict, init=False)  # our gradients of the last step
     evidence: Evidence | None = field(default=None, init=False)  # of the step that disagreed
-    loosened: bool = field(default=False, init=False)
+    loosened: float = field(default=FLOOR_EXPECTED, init=False)  # the most that fp32 inside has moved gradients by
 
     def __post_init__(self) -> None:
         compute, name = self.plan.dtypes.compute, self.plan.job.optimizer.name
@@ -203,15 +204,16 @@ class OracleReference:
     def _loosen(self, step: int, before: Snapshot) -> bool:
         """Allow what fp32 inside an fp64 model does, if it does something; True where that changes the tolerances.
 
-        Norms that compute in fp32 round a sum to another neighbour where it differs by one unit of fp64.
+        Norms that compute in fp32 round a sum to another neighbour where it differs by one unit of fp64. How far that
+        moves gradients depends on the weights, and so on the step.
         """
-        if self.plan.dtypes.compute != "fp64" or self.loosened:
+        if self.plan.dtypes.compute != "fp64":
             return False
-        self.loosened = True
         rounding = inner_rounding(self.oracle, step)
         self.oracle.restore(before)
-        if rounding <= FLOOR_EXPECTED:
+        if rounding <= self.loosened:
             return False
+        self.loosened = rounding
         self._allow(2 * rounding)  # it is a sample of what two orders of sums do
         return True
 
@@ -314,10 +316,9 @@ class OracleReference:
     def _allow(self, error: float) -> None:
         self.led, wide = True, max(self.tolerances.gradient.error, error)
         self.tolerances = replace(self.tolerances, loss=Tolerance(wide), gradient=Tolerance(wide))
-        self.report.notes.append(
-            f"The model itself computes in a smaller dtype than fp64, which moves gradients by its rounding; they are "
-            f"held to {wide:.1e}."
-        )
+        notes = self.report.notes
+        notes[:] = [note for note in notes if not note.startswith(ROUNDS_INSIDE)]
+        notes.append(f"{ROUNDS_INSIDE}; they are held to {wide:.1e}.")
 
 
 @dataclass

@@ -63,7 +63,7 @@ QUICK_ON_METAL = ("clipped", "experts")
 
 def life_on_metal(sections: dict[str, Any]) -> RankLife:
     job = Job.model_validate(settings(8, **{**sections, "parallel": {"device": "mps"}}))
-    facts = discover(build_model(job), job)
+    facts = study(job)
     return live(resolve(job, World(1, "mps", 1, gpus=1), facts), facts, 0)
 
 
