@@ -31,9 +31,9 @@ from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.testing.trace.job import JobTrace
 from shardwise.testing.trace.kinds import first_of_stage, ranks_of_kinds
 from shardwise.testing.trace.rank import RankTrace, trace_rank
-from shardwise.testing.trace.sample import sample_of
 from shardwise.testing.trace.step_time import step_time
 from shardwise.testing.trace.storages import ACTIVATIONS, GRADIENTS, SHARDING, STATE, TEMPORARIES, WEIGHTS
+from shardwise.testing.trace.traced_batch import traced_batch
 
 PACKAGES = ("torch", "transformers", "shardwise")
 GIB = 2**30
@@ -98,7 +98,7 @@ def row_of(seed: int, number: int) -> dict[str, Any]:
 def trace_stages(job: DrawnJob) -> JobTrace:
     """Trace the first rank of each stage."""
     plan, facts = job.resolved()
-    kinds, sample = ranks_of_kinds(Layout.from_plan(plan, 0)), sample_of(plan)
+    kinds, sample = ranks_of_kinds(Layout.from_plan(plan, 0)), traced_batch(plan)
     traces = tuple(
         trace_rank(plan, facts, rank, sample) for kind, rank in kinds.items() if kind == first_of_stage(kind)
     )

@@ -25,8 +25,8 @@ from shardwise.testing.trace.kinds import RankKind, first_of_stage, kind_of_rank
 from shardwise.testing.trace.program import Call
 from shardwise.testing.trace.rank import RankTrace, trace_rank
 from shardwise.testing.trace.refusals import refuse_untraceable
-from shardwise.testing.trace.sample import Sample, sample_of
 from shardwise.testing.trace.shortened import as_rank, does_the_same, short_job
+from shardwise.testing.trace.traced_batch import TracedBatch, traced_batch
 
 MOST = 8  # processes, of half a GiB each
 FEW = 2  # kinds that are traced one after the other, since a process takes seconds to start
@@ -115,7 +115,7 @@ def trace_job(
     layout = Layout.from_plan(plan, 0)
     kinds = ranks_of_kinds(layout) if rank is None else {kind_of_rank(layout, rank): rank}
     short = short_job(job, plan, facts) if len(kinds) > len({kind.stage for kind in kinds}) else None
-    sample = sample_of(plan)
+    sample = traced_batch(plan)
     with _tracing([(job, facts), *filter(None, [short])], plan.world, sample, len(kinds), processes) as traced:
         traces = _of_kinds(kinds, traced, short is not None)
     met = None if rank is not None else _check(layout, traces)
@@ -159,7 +159,7 @@ def _of_kinds(kinds: Mapping[RankKind, int], traced: Traced, has_short: bool) ->
 
 @contextmanager
 def _tracing(
-    jobs: list[tuple[Job, ModelFacts]], world: World, sample: Sample, kinds: int, processes: int | None
+    jobs: list[tuple[Job, ModelFacts]], world: World, sample: TracedBatch, kinds: int, processes: int | None
 ) -> Iterator[Traced]:
     """Give what traces ranks of jobs: this process, or several where there are many kinds."""
     count = min(kinds, processes or min(MOST, available_cores()))
@@ -174,10 +174,10 @@ def _tracing(
         yield lambda tasks: pool.map(_traced, tasks)
 
 
-_worker: list[tuple[Plan, ModelFacts, Sample]] = []  # of a process that traces, by number
+_worker: list[tuple[Plan, ModelFacts, TracedBatch]] = []  # of a process that traces, by number
 
 
-def _prepare(jobs: list[tuple[Job, ModelFacts]], world: World, sample: Sample) -> None:
+def _prepare(jobs: list[tuple[Job, ModelFacts]], world: World, sample: TracedBatch) -> None:
     gc.freeze()  # what is imported is no garbage, and takes a seventh of a trace to look through again and again
     _worker.extend((resolve(job, world, facts), facts, sample) for job, facts in jobs)
 

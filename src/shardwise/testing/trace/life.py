@@ -40,8 +40,8 @@ from shardwise.testing.trace.rank import (
     traced_modules,
 )
 from shardwise.testing.trace.recorder import RankRecorder
-from shardwise.testing.trace.sample import Sample, sample_of
 from shardwise.testing.trace.storages import Storages
+from shardwise.testing.trace.traced_batch import TracedBatch, traced_batch
 from shardwise.training.init import initialize
 from shardwise.training.objectives.choose import make_objective
 from shardwise.training.optimizer import ShardedOptimizer
@@ -80,7 +80,7 @@ def live(plan: Plan, facts: ModelFacts, rank: int) -> RankLife:
     Raises:
         RuntimeError: torch's own, where host and device meet in an operator.
     """
-    plan, storages, sample = traceable(plan), Storages(SIMULATED), sample_of(plan)
+    plan, storages, sample = traceable(plan), Storages(SIMULATED), traced_batch(plan)
     with device_of(plan.world) as (device, fake), alone(rank, plan.world.size, device):
         model = traced_model(plan, Layout.from_plan(plan, rank), facts, device, fake)
         recorder = recorder_of(model, traced_modules(model), storages)
@@ -98,9 +98,9 @@ def live(plan: Plan, facts: ModelFacts, rank: int) -> RankLife:
     return told.life
 
 
-def _live(model: ParallelModel, told: _Told, sample: Sample) -> None:
+def _live(model: ParallelModel, told: _Told, sample: TracedBatch) -> None:
     recorder = told.recorder
-    with told.chapter("drawing"), recorder.answering(0):  # nothing is left unset
+    with told.chapter("drawing"), recorder.answering(0, anyone=True):  # nothing is left unset
         initialize(model, model.plan.job.training.seed)
     optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
     kept = [*traced_modules(model), optimizer.inner, *_sums(model, objective)]

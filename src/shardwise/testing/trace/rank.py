@@ -43,8 +43,8 @@ from shardwise.testing.trace.kernel_packages import packages_stood_for
 from shardwise.testing.trace.program import Entry, Partition
 from shardwise.testing.trace.recorder import RankRecorder
 from shardwise.testing.trace.refusals import values_refused
-from shardwise.testing.trace.sample import Sample
 from shardwise.testing.trace.storages import STATE, WEIGHTS, Storages
+from shardwise.testing.trace.traced_batch import TracedBatch
 from shardwise.training import host_updates
 from shardwise.training import step as training_step
 from shardwise.training.objectives.choose import make_objective
@@ -89,7 +89,7 @@ class RankTrace:
         return self.closed_form.total / self.peak - 1
 
 
-def trace_rank(plan: Plan, facts: ModelFacts, rank: int, sample: Sample) -> RankTrace:
+def trace_rank(plan: Plan, facts: ModelFacts, rank: int, sample: TracedBatch) -> RankTrace:
     """Trace rank `rank` of `plan`, whose microbatches have the shapes of `sample`.
 
     Raises:
@@ -184,7 +184,7 @@ def _plain_norm() -> Iterator[None]:
         yield
 
 
-def _trace(model: ParallelModel, sample: Sample, storages: Storages, fake: FakeTensorMode) -> RankRecorder:
+def _trace(model: ParallelModel, sample: TracedBatch, storages: Storages, fake: FakeTensorMode) -> RankRecorder:
     modules = traced_modules(model)
     recorder = recorder_of(model, modules, storages)
     with fake, sample.given(recorder), threads_seen(recorder):
@@ -273,7 +273,7 @@ def threads_seen(recorder: RankRecorder) -> Iterator[None]:
 
 
 def _make_state(
-    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: Sample
+    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: TracedBatch
 ) -> None:
     """Let the optimizer make its state, as the first step does; what is in host memory needs a whole step."""
     if optimizer.host is not None:
@@ -287,7 +287,7 @@ def _make_state(
 
 
 def step_of(
-    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: Sample
+    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: TracedBatch
 ) -> None:
     """Run `train_step` with numbers that are nobody's."""
     batches = [sample.fakes(recorder).to(model.device) for _ in range(model.plan.accumulation)]

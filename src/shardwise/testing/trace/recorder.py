@@ -145,9 +145,9 @@ class RankRecorder(TorchDispatchMode):
             yield stack.enter_context(self)
 
     @contextmanager
-    def answering(self, value: int) -> Iterator[None]:
-        """Answer reads of values that are not known by `value` inside, whoever asks."""
-        before, self.answer, self._answers_all = (self.answer, self._answers_all), value, True
+    def answering(self, value: int, anyone: bool = False) -> Iterator[None]:
+        """Answer reads of values that are not known by `value` inside; where `anyone` asks, or our code and torch's."""
+        before, self.answer, self._answers_all = (self.answer, self._answers_all), value, anyone
         try:
             yield
         finally:

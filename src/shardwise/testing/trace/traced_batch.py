@@ -26,7 +26,7 @@ from shardwise.training.reference import PRECOMPUTED
 from shardwise.training.step import weighted
 
 
-class Sample(NamedTuple):
+class TracedBatch(NamedTuple):
     """A microbatch on the host; `is_real` where its values are the data's, so that code may read them."""
 
     batch: Batch
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
         return self.batch.mapped(fake)
 
 
-def sample_of(plan: Plan) -> Sample:
+def traced_batch(plan: Plan) -> TracedBatch:
     """Return what a microbatch of a plan looks like.
 
     Raises:
@@ -61,7 +61,7 @@ def sample_of(plan: Plan) -> Sample:
     """
     is_real = gives_samples(plan.job) or TASKS[plan.job.model.task].labels == "decoder"
     batch = _first_rows(plan) if is_real else _tokens(plan)
-    return Sample(weighted([batch], NORMALISATIONS[plan.normalisation])[0], is_real)
+    return TracedBatch(weighted([batch], NORMALISATIONS[plan.normalisation])[0], is_real)
 
 
 def _first_rows(plan: Plan) -> Batch:
