@@ -354,7 +354,8 @@ class RankMemory:
             by_torch = self.plan.masks_whole and not in_ring
             masked = self._mask or self.job.model.attention == "efficient"
             return "efficient" if by_torch and (masked or self.compute >= FP32) else "fused"
-        return "math" if self.facts.has_attention_dropout and self.plan.masks_whole else "fused"
+        unfused = self.facts.has_attention_dropout or (self.facts.latent and self.facts.latent.is_uneven)
+        return "math" if unfused and self.plan.masks_whole else "fused"
 
     @cached_property
     def reached(self) -> list[bool]:
