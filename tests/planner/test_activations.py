@@ -115,6 +115,18 @@ def test_saved_bytes_in_bf16(family: str) -> None:
     assert predicted == pytest.approx(saved_by_autograd(family, facts, torch.bfloat16), rel=0.03)
 
 
+def test_a_window_has_a_mask_for_which_keys_are_copied_for_each_query_head() -> None:
+    """Torch's kernels take no groups of heads together with a mask, which the blocks share."""
+    window = {"sliding_window": 16, "num_key_value_heads": 2}
+    facts = facts_of("mistral", **window)
+    mask = 4 * SEQUENCE * SEQUENCE * BATCH
+    found = saved_by_autograd("mistral", facts, **window) - mask
+    assert saved_bytes(pieces_of(facts, attention="efficient")) == pytest.approx(found, rel=0.03)
+    assert saved_bytes(pieces_of(facts)) < 0.97 * found
+    half = saved_bytes(pieces_of(facts, attention="efficient", masked=0.5))
+    assert half == (saved_bytes(pieces_of(facts)) + saved_bytes(pieces_of(facts, attention="efficient"))) / 2
+
+
 def test_saved_bytes_of_eager_attention() -> None:
     facts = facts_of("gpt_neox")
     predicted = saved_bytes(pieces_of(facts, attention="eager"))

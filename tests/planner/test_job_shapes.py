@@ -20,6 +20,7 @@ from shardwise.planner.constants.inventory import cluster
 from shardwise.planner.formulas.compute import BYTES
 from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.footprint import footprint
+from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 from shardwise.testing.toy_configs import toy_config
@@ -138,6 +139,17 @@ def test_a_window_saves_time_where_the_kernel_leaves_out_what_it_hides() -> None
     whole = replace(under_mask, model=replace(under_mask.model, reaches=EVERYTHING))
     seconds = [predict(each).seconds["attention"] for each in (spared, whole, under_mask)]
     assert seconds[0] < seconds[1] and seconds[2] == pytest.approx(2 * seconds[1])
+
+
+def test_a_windows_mask_is_in_the_memory_where_torch_is_given_one() -> None:
+    facts = study(job_of("mistral"))
+    whole = replace(facts, attention=tuple(replace(call, window=None) for call in facts.attention))
+    held = {}
+    for kernel in ("sdpa", "blockwise"):
+        plan = resolve(job_of("mistral", attention=kernel), World(1, "cpu", 1), facts)
+        one, other = (estimate(plan, each).activations for each in (facts, whole))
+        held[kernel] = one - other
+    assert held == {"sdpa": SEQUENCE * SEQUENCE * BYTES[plan.dtypes.compute], "blockwise": 0}
 
 
 @pytest.mark.parametrize("rank", [24, None])

@@ -588,6 +588,11 @@ class ModelFacts:
         alike = Counter((call.window or 0, call.chunk or 0) for call in calls)
         return tuple(Reach(n / len(self.blocks), *limits) for limits, n in sorted(alike.items())) or EVERYTHING
 
+    def limited_share(self, sequence: int) -> float:
+        """Return the share of the calls of attention that do not see all of a sequence."""
+        limited = sum(reach.share for reach in self.reaches if reach.attended(sequence) < sequence)
+        return limited / sum(reach.share for reach in self.reaches)
+
     def attended(self, sequence: int) -> float:
         """Return the length of a sequence that a block's attention costs as much as, the mean of the blocks."""
         return sum(reach.share * reach.attended(sequence) for reach in self.reaches)

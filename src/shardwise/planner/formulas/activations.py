@@ -113,6 +113,7 @@ class LocalMicrobatch:
     scattered: bool = False  # and the tokens between them
     expert: int = 1  # ranks that share the experts
     imbalance: float = 1.0  # rows that arrive here over the mean of those ranks
+    masked: float = 1.0  # share of the blocks for whose masks torch takes the efficient kernel
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ def _fused_attention(
 ) -> tuple[float, float]:
     """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
     rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
-    copied = 3 * row - qkv if shape.attention == "efficient" else 0.0
+    copied = shape.masked * (3 * row - qkv) if shape.attention == "efficient" else 0.0
     others = shape.gathered * (qkv - row + copied)
     heads = qkv + copied + others + rotated
     return heads + row + FP32 * shape.tokens * facts.attention_heads / shape.tensor, heads
