@@ -122,7 +122,13 @@ def job_of(table: str, row: Row) -> RowJob | None:
     except Unmapped:
         return None
     shape, stages = ran.model, ran.pipeline * ran.virtual
-    has_job = not (shape.stacked or shape.latent or shape.windowed or ran.trained < 1 or ran.cluster.domain)
+    has_job = not (
+        shape.stacked
+        or shape.latent
+        or shape.attended(ran.sequence) < ran.sequence
+        or ran.trained < 1
+        or ran.cluster.domain
+    )
     job = RowJob(f"{table} {row.id}", ran)
     return job if has_job and stages <= FEW_STAGES and job.blocks >= DEPTHS[-1] else None
 

@@ -49,9 +49,24 @@ def test_stacks_nobody_has_measured_have_a_line_a_table(tmp_path: Path, monkeypa
     _, _, line, medians, means = accuracy.unknown(tmp_path).splitlines()
     assert asked == [(True,), (None, accuracy.PROBES, 0, True), (None, accuracy.PROBES, 1, True)]
     median, p90, inside = (f"{error_summary(results)[key]:.1f}" for key in accuracy.KEYS)
-    assert line == f"| mine | {median} | {p90} | {inside} | {median} | {p90} | {inside} |"
-    assert medians == f"| median over tables without experts | {median} | {p90} |  | {median} | {p90} |  |"
-    assert means == f"| mean over tables |  |  | {inside} |  |  | {inside} |"
+    assert line == f"| mine | {median} | {p90} | {inside} | {median} | {p90} | {inside} | {median} | {p90} |"
+    assert medians == f"| median over tables without experts | {median} | {p90} |  | {median} | {p90} |  |  |  |"
+    assert means == f"| mean over tables |  |  | {inside} |  |  | {inside} |  |  |"
+
+
+def test_a_probe_is_compared_on_the_rows_that_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is twice as fast as predicted, and drawn, is in neither of the two."""
+    good = [result for result in evaluate_rows(read_table(SMP)) if result.scored and result.predicted][:3]
+    odd = replace(good[0], predicted=2 * (good[0].measured or 1))
+
+    def evaluate(rows: object, *settings: object, leave_table_out: bool) -> object:
+        return [*good, replace(odd, probe=bool(settings))]
+
+    monkeypatch.setattr(accuracy, "evaluate_rows", evaluate)
+    (tmp_path / "mine.csv").write_text(SMP.read_text())
+    cells = [cell.strip() for cell in accuracy.unknown(tmp_path).splitlines()[2].split("|")]
+    assert float(cells[3]) == 100 > float(cells[6])
+    assert cells[8:10] == cells[5:7] == [f"{error_summary(good)[key]:.1f}" for key in accuracy.KEYS[:2]]
 
 
 def test_parts_of_the_page_are_written_between_their_markers(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class AttentionCalls:
                 mask = named.get(MASK)
                 if isinstance(mask, Tensor) and mask.requires_grad:
                     self.arguments.add(MASK)
-                self.calls.append(_call_facts(named))
+                self.calls.append(_call_facts(module, named))
                 return function(module, *args, **kwargs)
 
             return call
@@ -62,8 +62,8 @@ class AttentionCalls:
             AttentionInterface.get_interface = original  # type: ignore[method-assign]
 
 
-def _call_facts(named: dict[str, Any]) -> AttentionFacts:
-    """Return what one call asks for, whose arguments are all named."""
+def _call_facts(module: nn.Module, named: dict[str, Any]) -> AttentionFacts:
+    """Return what one call by `module` asks for, whose arguments are all named."""
     window = named.get("local_window") or named.get("sliding_window")
     bias = "scores" if named.get("position_bias") is not None else ""
     if bias and named["position_bias"].requires_grad:
@@ -73,7 +73,16 @@ def _call_facts(named: dict[str, Any]) -> AttentionFacts:
         head_size=named["query"].shape[-1],
         value_size=named["value"].shape[-1],
         window=window if isinstance(window, int) else None,
+        chunk=_chunk(module),
         bias="keys" if named.get("key_bias") is not None else bias,
         softcap=named.get("softcap") is not None,
         dropout=float(named.get("dropout") or 0.0) > 0,
     )
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Return the length of the parts of a sequence that see only themselves, which masks alone say (Llama 4)."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    is_chunked = isinstance(layer, int) and layer < len(kinds) and kinds[layer] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if is_chunked else None

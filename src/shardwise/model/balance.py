@@ -27,7 +27,7 @@ def block_costs(facts: ModelFacts, sequence_length: int, memory_weight: float) -
     Memory is counted in parameters, compute in model FLOPs of a token: 2·P of a block and 4·s·h of its attention (PaLM,
     arXiv 2204.02311, appendix B), 2·P of the head, nothing of tables that are only looked up.
     """
-    attention = 2.0 * sequence_length * facts.attention_width
+    attention = 2.0 * facts.attended(sequence_length) * facts.attention_width
     before, after = sum(facts.stages.before.values()), sum(facts.stages.after.values())
     sizes = [block.parameters + facts.stages.between.get(number, 0) for number, block in enumerate(facts.blocks)]
     memory = [*map(float, sizes), float(before), float(after)]

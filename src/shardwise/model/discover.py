@@ -38,7 +38,7 @@ from shardwise.model.experts import (
     expert_stacks,
     holds_experts,
 )
-from shardwise.model.facts import BlockFacts, ModelFacts, SplitForward, StageFacts
+from shardwise.model.facts import BlockFacts, LatentAttention, ModelFacts, SplitForward, StageFacts
 from shardwise.model.fusible import fusible
 from shardwise.model.gradient_hooks import (
     GradientHook,
@@ -89,6 +89,7 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "width")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 HEAD_SIZE = ("head_dim", "attention_head_size", "d_kv", "kv_channels")
 INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner", "hidden_dim")
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
@@ -698,6 +699,7 @@ def _sizes(model: nn.Module, config: Any, blocks: list[str], forward: ForwardPro
         "attention_heads": heads,
         "key_value_heads": _key_value_heads(config, heads),
         "head_size": _head_size(config, forward) or (hidden // heads if heads else 0),
+        "latent": _latent(config),
         "intermediate_size": _number(config, INTERMEDIATE) or _intermediate(block, hidden),
         "vocabulary_size": _number(config, VOCABULARY) or (embedding.num_embeddings if embedding is not None else 0),
         "max_positions": _max_positions(model, config),
@@ -710,6 +712,12 @@ def _head_size(config: Any, forward: ForwardProbe) -> int:
     for call in forward.attention_calls:
         return (call.head_size + call.value_size) // 2
     return _number(config, HEAD_SIZE) or 0
+
+
+def _latent(config: Any) -> LatentAttention | None:
+    """Return the sizes of latent attention; None where the config has no rank of keys and values."""
+    query, key_value, plain, rotary, value = (_number(config, (name,)) or 0 for name in LATENT)
+    return LatentAttention(query, key_value, plain, rotary, value) if key_value and value else None
 
 
 def _number(config: Any, names: Iterable[str]) -> int | None:

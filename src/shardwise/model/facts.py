@@ -6,9 +6,11 @@ Made by `shardwise.model.discover` from the structure of a model on the meta dev
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, Capability, refused
@@ -115,6 +117,7 @@ class AttentionFacts:
         name: of the module.
         head_size, value_size: of queries and keys, and of values.
         window: keys that a query sees, where not all.
+        chunk: length of the parts of a sequence that see only themselves, where there are such.
         bias: kind of the bias on the scores (`model.attention_choice.AttentionNeeds.bias`).
         softcap: whether scores pass a soft cap.
         dropout: whether probabilities are dropped.
@@ -124,9 +127,62 @@ class AttentionFacts:
     head_size: int = 0
     value_size: int = 0
     window: int | None = None
+    chunk: int | None = None
     bias: str = ""
     softcap: bool = False
     dropout: bool = False
+
+
+class Reach(NamedTuple):
+    """Distance that some calls of attention see: `share` of them in a block; `window` and `chunk` are 0 for all."""
+
+    share: float
+    window: int = 0
+    chunk: int = 0
+
+    def attended(self, sequence: int) -> float:
+        """Return the length of a sequence all of which costs as much: twice the keys of the mean query, if causal.
+
+        A window w leaves out two triangles of s - w of the square of s, a chunk all but squares on the diagonal.
+        """
+        window = min(self.window or sequence, sequence)
+        return min(sequence, self.chunk) if self.chunk else window * (2 - window / sequence)
+
+
+EVERYTHING = (Reach(1.0),)
+
+
+class LatentAttention(NamedTuple):
+    """Queries, keys and values made of latent vectors (MLA, arXiv 2405.04434, section 2.1), in features.
+
+    `query` and `key_value` are the latent ranks; 0 where queries are made of hidden states. A head's query and key have
+    `plain` features and `rotary` ones with positions, its value has `value`.
+    """
+
+    query: int
+    key_value: int
+    plain: int
+    rotary: int
+    value: int
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head with which attention costs as much: the mean of query's and value's."""
+        return (self.plain + self.rotary + self.value) // 2
+
+    @property
+    def is_uneven(self) -> bool:
+        """True where a head's value has another size than its query."""
+        return self.plain + self.rotary != self.value
+
+    def products(self, hidden: int, heads: int) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the block's products before and behind attention, of `heads` heads."""
+        return [
+            (hidden, self.query + self.key_value + self.rotary),
+            (self.query or hidden, heads * (self.plain + self.rotary)),
+            (self.key_value, heads * (self.plain + self.value)),
+            (heads * self.value, hidden),
+        ]
 
 
 @dataclass(frozen=True)
@@ -287,6 +343,7 @@ class ModelFacts:
     attention_heads: int = 0
     key_value_heads: int = 0
     head_size: int = 0  # of one head's query, key, value and result, the mean where values differ
+    latent: LatentAttention | None = None  # by which queries, keys and values are made
     intermediate_size: int = 0
     vocabulary_size: int = 0
     max_positions: int | None = None
@@ -524,18 +581,35 @@ class ModelFacts:
         """Return how many of `degree` tensor ranks hold the same key-value head; 1 where there are as many heads."""
         return max(1, degree // self.key_value_heads) if self.key_value_heads else 1
 
+    @cached_property
+    def reaches(self) -> tuple[Reach, ...]:
+        """Return how far the calls of attention in blocks see; one call that sees all where none is known."""
+        calls = [call for call in self.attention if any(call.name.startswith(f"{b.name}.") for b in self.blocks)]
+        alike = Counter((call.window or 0, call.chunk or 0) for call in calls)
+        return tuple(Reach(n / len(self.blocks), *limits) for limits, n in sorted(alike.items())) or EVERYTHING
+
+    def limited_share(self, sequence: int) -> float:
+        """Return the share of the calls of attention that do not see all of a sequence."""
+        limited = sum(reach.share for reach in self.reaches if reach.attended(sequence) < sequence)
+        return limited / sum(reach.share for reach in self.reaches)
+
+    def attended(self, sequence: int) -> float:
+        """Return the length of a sequence that a block's attention costs as much as, the mean of the blocks."""
+        return sum(reach.share * reach.attended(sequence) for reach in self.reaches)
+
     def model_flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h; 4·P + 2·T where only T of P are trained.
 
         P counts the parameters that take part in matrix products (all but input embeddings that are only looked up, and
         of experts those that a token goes to); s is the sequence length and h the heads times the size of one, most
-        often the hidden size (PaLM, arXiv 2204.02311, appendix B). No recomputation.
+        often the hidden size (PaLM, arXiv 2204.02311, appendix B). Of a windowed block s is what costs as much
+        (`attended`). No recomputation.
         """
         multiplied = self.parameters - self.embedding_parameters - self.idle_parameters
         return (
             4.0 * multiplied
             + 2.0 * min(multiplied, self.trained_parameters)
-            + 12.0 * self.layers * sequence_length * self.attention_width
+            + 12.0 * self.layers * self.attended(sequence_length) * self.attention_width
         )
 
     def smp_flops_per_token(self) -> float:

@@ -13,6 +13,8 @@ size I and c bytes a number, autograd saves, each tensor once however many opera
   Where query, key and value are slices of one projection, any one of them keeps the whole projection alive; with rotary
   positions query and key are new tensors beside it. Where heads lie apart in the result, putting them together for the
   output projection is a copy (GPT-NeoX concatenates rotated and unrotated parts head by head).
+- latent attention: instead of these three the inputs of the norms and of the products behind them, and the whole
+  result [T, heads times (plain + value)] that keys and values are cut from; keys are put together anew.
 - attention (efficient), which torch takes on accelerators for masks and for fp32: the same, but key and value are
   copied for each query head, and heads lie side by side in the result.
 - attention that is not fused: query, key and value each [T, A] laid out for batched products, and the probabilities
@@ -85,12 +87,12 @@ class BlockKind:
             **_experts(shapes, matrices, hidden, heads),
             rms_norm=bool(shapes) and not _has_norm_bias(shapes),
             fused_projection=fused,
-            head_norms=_norm_sizes(shapes).count((facts.head_size,)) >= 2,
+            head_norms=not facts.latent and _norm_sizes(shapes).count((facts.head_size,)) >= 2,
             rotary=any(buffer.endswith("inv_freq") for buffer in facts.buffers),
             gated=bool(_stacks(shapes)) or matrices[mlp] - (fused and projection == mlp) >= 3,
             relu=facts.block_traits.relu,
             parallel_residual=facts.block_traits.parallel_residual,
-            heads_apart=facts.block_traits.heads_apart,
+            heads_apart=facts.block_traits.heads_apart or facts.latent is not None,
         )
 
 
@@ -111,6 +113,7 @@ class LocalMicrobatch:
     scattered: bool = False  # and the tokens between them
     expert: int = 1  # ranks that share the experts
     imbalance: float = 1.0  # rows that arrive here over the mean of those ranks
+    masked: float = 1.0  # share of the blocks for whose masks torch takes the efficient kernel
 
 
 @dataclass(frozen=True)
@@ -263,10 +266,9 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch
     key_value = facts.key_value_width * facts.key_value_copies(shape.tensor) / shape.tensor
     qkv = row + 2 * shape.tokens * shape.bytes * key_value
     fused = shape.attention in ("fused", "efficient")
-    size = facts.hidden_size * (heads + 2 * key_value)
+    size, output = _attention_elements(facts, heads, key_value, shape.tensor)
     saved, working = _fused_attention(facts, kind, shape, row, qkv) if fused else _plain_attention(facts, shape, row)
     apart = kind.heads_apart if shape.attention == "fused" else not fused
-    output = facts.hidden_size * heads
     per_head = shape.tokens * facts.attention_heads / shape.tensor
     kept = row + per_head * (FP32 if fused else shape.sequence * shape.bytes)  # statistics, or scores
     return [
@@ -274,6 +276,7 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch
         ModuleMemory(
             "query, key, value", between, qkv, _input_gradients(1 if kind.fused_projection else 3, whole, shape), size
         ),
+        ModuleMemory("latents", _latents(facts, kind, shape)),
         ModuleMemory("query and key norm", _norm("", (row + qkv) / 2, kind, shape).saved if kind.head_norms else 0.0),
         ModuleMemory("attention", saved, kept, working),
         ModuleMemory("attention output", row if apart else 0.0, whole, whole, output),
@@ -281,12 +284,30 @@ def _attention_pieces(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch
     ]
 
 
+def _attention_elements(facts: ModelFacts, heads: float, key_value: float, tensor: int) -> tuple[float, float]:
+    """Return a rank's elements of the products ahead of attention and behind it."""
+    if not facts.latent:
+        return facts.hidden_size * (heads + 2 * key_value), facts.hidden_size * heads
+    *made, output = facts.latent.products(facts.hidden_size, max(1, facts.attention_heads // tensor))
+    return float(sum(into * out for into, out in made)), float(math.prod(output))
+
+
+def _latents(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch) -> float:
+    """Return the bytes that are kept of latents, which each tensor rank has whole, and of keys beside those used."""
+    if not (latent := facts.latent):
+        return 0.0
+    number, whole = shape.tokens * shape.bytes, replace(shape, scattered=False)
+    norms = [_norm("", float(number * rank), kind, whole).saved for rank in (latent.query, latent.key_value) if rank]
+    cut_from = number * latent.plain * facts.attention_heads / shape.tensor
+    return sum(norms) + number * (latent.query + latent.key_value) + cut_from
+
+
 def _fused_attention(
     facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch, row: float, qkv: float
 ) -> tuple[float, float]:
     """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
     rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
-    copied = 3 * row - qkv if shape.attention == "efficient" else 0.0
+    copied = shape.masked * (3 * row - qkv) if shape.attention == "efficient" else 0.0
     others = shape.gathered * (qkv - row + copied)
     heads = qkv + copied + others + rotated
     return heads + row + FP32 * shape.tokens * facts.attention_heads / shape.tensor, heads

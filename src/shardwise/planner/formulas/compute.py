@@ -243,11 +243,13 @@ def group_kernels(configuration: TrainingConfiguration) -> int:
 
 
 def _flash(configuration: TrainingConfiguration, tokens: int, speed: Rates) -> tuple[float, float]:
-    length = configuration.model.attended(configuration.sequence)
-    width = configuration.model.attention_width
-    flops = (4.0 if configuration.masked else 2.0) * tokens * length * width / configuration.tensor
-    head_size = width / max(1, configuration.model.heads)
-    forward = flops / speed.attention * (1 + ATTENTION_LENGTH / length) * (1 + ATTENTION_HEAD / head_size)
+    model, sequence = configuration.model, configuration.sequence
+    whole = 2.0 * model.calls * sequence  # where nothing is causal
+    length = whole if configuration.masked else model.attended(sequence, configuration.masks_windows)
+    flops = 2.0 * tokens * length * model.attention_width / configuration.tensor
+    head_size = model.attention_width / max(1, model.heads)
+    short = ATTENTION_LENGTH / min(sequence, length / model.calls)
+    forward = flops / speed.attention * (1 + short) * (1 + ATTENTION_HEAD / head_size)
     return forward, 2.5 * forward
 
 

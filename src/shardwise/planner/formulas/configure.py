@@ -59,6 +59,7 @@ def configuration_of(
         kept_every=job.checkpoint.memory_every,
         flash=job.model.attention != "eager",
         masked=plan.masks_rows,
+        masks_windows=plan.masks_whole,
         compile=job.model.compile,
         dropout=dropout,
         balanced=parallel.auto_partition,

@@ -17,10 +17,10 @@ first and last, whose gathering is one) and gradient shards never share room wit
 
 Activations. A block keeps of each token (arXiv 2205.05198, section 4, in bytes of the compute dtype c, t tensor ranks,
 all heads A wide, most often H): its two norms' inputs and the two linears' behind them 4cH, query, key, value and
-result c(2A + 2K)/t, scores (2c + 1)·heads·s/t without flash attention, the MLP's inner tensors 2cI/t (gated 4cI/t),
-masks 2H. `half` keeps the results of every other matrix product, torchtitan's rule: of query, value, gate and down
-(without gates: of query, key, value and up). Compiled, what no backward reads is not kept, which down's result is. A
-stack may keep more (`Stack.activations`).
+result c(2A + 2K)/t, of latent attention the latents and what their norms read, scores (2c + 1)·heads·s/t without flash
+attention, the MLP's inner tensors 2cI/t (gated 4cI/t), masks 2H. `half` keeps the results of every other matrix
+product, torchtitan's rule: of query, value, gate and down (without gates: of query, key, value and up). Compiled, what
+no backward reads is not kept, which down's result is. A stack may keep more (`Stack.activations`).
 
 Pending. Tensor ranks make two partial results [T, H] of each block, whole on each rank, and hand them to a stream of
 communication. torch's allocator did not give such a block out again, although it was free, before that stream had come
@@ -239,7 +239,8 @@ def _activations(configuration: TrainingConfiguration) -> tuple[float, float]:
     inner = (4 if model.gated else 2) * tokens * model.dense_width * size / t
     experts = _experts(configuration) * size
     query = tokens * model.attention_width * size / t
-    products = 2 * query + key_value + inner
+    latents = 2 * tokens * size * (model.latent.query + model.latent.key_value) if model.latent else 0
+    products = 2 * query + key_value + latents + inner
     whole = 4 * between + masks + scores + products + experts
     fraction = configuration.checkpointed if configuration.checkpointing != "none" else 0.0
     up = tokens * model.intermediate * size / t

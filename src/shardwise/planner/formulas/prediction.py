@@ -7,12 +7,12 @@ resolved Plan (`configuration_of`). `shardwise.planner.formulas.predict.predict`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.job.axes import Axis, placed_axes, row_axes, state_axes
-from shardwise.model.facts import ModelFacts
+from shardwise.model.facts import EVERYTHING, LatentAttention, ModelFacts, Reach
 from shardwise.planner.constants.hardware import GIB, Accelerator
 
 WAITS = (*Axis, "bubble", "launch", "stalls")  # causes for which the accelerator does not compute
@@ -20,34 +20,6 @@ WAITS = (*Axis, "bubble", "launch", "stalls")  # causes for which the accelerato
 # steps of examples/experts.yaml, whose eight experts four ranks would share; two would have 1.05, eight 1.29.
 IMBALANCE = 1.13
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
-
-
-class LatentAttention(NamedTuple):
-    """Queries, keys and values made of latent vectors (MLA, arXiv 2405.04434, section 2.1), in features.
-
-    `query` and `key_value` are the latent ranks; a head's query and key have `plain` features and `rotary` ones with
-    positions, its value has `value`.
-    """
-
-    query: int
-    key_value: int
-    plain: int
-    rotary: int
-    value: int
-
-    @property
-    def head_size(self) -> int:
-        """Features of a head with which attention costs as much: the mean of query's and value's."""
-        return (self.plain + self.rotary + self.value) // 2
-
-    def products(self, hidden: int, heads: int) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the block's products before and behind attention, of `heads` heads."""
-        return [
-            (hidden, self.query + self.key_value + self.rotary),
-            (self.query, heads * (self.plain + self.rotary)),
-            (self.key_value, heads * (self.plain + self.value)),
-            (heads * self.value, hidden),
-        ]
 
 
 @dataclass(frozen=True)
@@ -60,8 +32,8 @@ class ModelShape:
     parameters of experts that ranks can share; they are `experts` of width `expert_width`, and a token goes to
     `experts_of_token` of them, with an exchange of rows for each of `expert_stacks` in turn. These are in
     `groups_of_token` of `expert_groups` (arXiv 2412.19437, section 2.1.2). `expert_biases`: their products have biases,
-    and what is multiplied is clamped (gpt-oss, arXiv 2508.10925). `windowed` is the share of the blocks whose
-    attention looks back `window` tokens.
+    and what is multiplied is clamped (gpt-oss, arXiv 2508.10925). `reaches`: how far the calls of
+    attention in a block see.
     """
 
     name: str
@@ -86,8 +58,7 @@ class ModelShape:
     expert_biases: bool = False
     stacked: int = 0
     latent: LatentAttention | None = None
-    window: int = 0
-    windowed: float = 0.0
+    reaches: tuple[Reach, ...] = EVERYTHING
 
     @cached_property
     def expert_layers(self) -> float:
@@ -113,14 +84,23 @@ class ModelShape:
     def attention_products(self, tensor: int) -> list[tuple[int, int]]:
         """(inputs, outputs) of the products before and behind a block's attention, on one of `tensor` ranks."""
         if self.latent:
-            return self.latent.products(self.hidden, max(1, self.heads // tensor))
+            return self.latent.products(self.hidden, max(1, self.heads // tensor)) * max(1, int(self.calls))
         key_value = max(self.key_value_width // tensor, self.attention_width // max(1, self.heads))
         own = self.attention_width // tensor
         return [(self.hidden, own + 2 * key_value), (own, self.hidden)]
 
-    def attended(self, sequence: int) -> float:
-        """Return the length of a sequence whose causal attention costs as much as the mean block's."""
-        return (1 - self.windowed) * sequence + self.windowed * min(sequence, 2 * self.window)
+    @cached_property
+    def calls(self) -> float:
+        """Calls of attention a block."""
+        return sum(reach.share for reach in self.reaches)
+
+    def attended(self, sequence: int, masked: bool = False) -> float:
+        """Return the length of a sequence whose causal attention costs as much as the mean block's.
+
+        `masked`: what does not see all computes all keys of each query, and hides some.
+        """
+        lengths = ((reach.share, reach.attended(sequence)) for reach in self.reaches)
+        return sum(share * (2 * sequence if masked and length < sequence else length) for share, length in lengths)
 
     def adapter_share(self, rank: int) -> float:
         """Return the parameters of adapters of `rank` on all of a block's products, over the block's own."""
@@ -161,12 +141,13 @@ class ModelShape:
         - `palm`: 6 x parameters of matrix products + 12 L s h; no recomputation (arXiv 2204.02311, appendix B)
         - `megatron-2022`: 72 L h^2 (1 + s/6h + V/12Lh); no recomputation (arXiv 2205.05198, appendix A)
 
-        Of experts those count that a token goes through, but for 8P. Megatron's 12 h^2 of a block are written as the
+        Of windowed blocks s is what costs as much (`attended`). Of experts those count that a token goes through, but
+        for 8P. Megatron's 12 h^2 of a block are written as the
         block's own matrices, which equals it for GPT's widths.
         """
         block, length = float(self.active_parameters), self.layers
         head = 6.0 * self.embedding_parameters
-        attention = 12.0 * length * sequence * self.attention_width
+        attention = 12.0 * length * self.attended(sequence) * self.attention_width
         looked_up = self.positions * self.hidden + (0 if self.tied else self.embedding_parameters)
         return {
             "8P": 8.0 * self.parameters,
@@ -183,21 +164,25 @@ class ModelShape:
 
             gated = BlockKind.of(facts).gated
         layers = facts.layers or len(facts.blocks)
-        return cls(
+        shape = cls(
             name=facts.family,
             layers=layers,
             hidden=facts.hidden_size,
             heads=facts.attention_heads,
             key_value_heads=facts.key_value_heads or facts.attention_heads,
-            intermediate=_active_width(facts, gated) if facts.idle_parameters else facts.intermediate_size,
+            intermediate=facts.intermediate_size,
+            latent=facts.latent,
+            reaches=facts.reaches,
             vocabulary=facts.vocabulary_size,
             gated=gated,
             tied=bool(facts.ties),
+            positions=_looked_up(facts) // max(1, facts.hidden_size),
             counted=facts.parameters,
             idle=facts.idle_parameters // max(1, layers),
             head_size=facts.head_size,
             **_stacked_experts(facts, gated, layers),
         )
+        return replace(shape, intermediate=_active_width(facts, shape)) if facts.idle_parameters else shape
 
 
 def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, Any]:
@@ -218,11 +203,17 @@ def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, A
     }
 
 
-def _active_width(facts: ModelFacts, gated: bool) -> int:
+def _looked_up(facts: ModelFacts) -> int:
+    """Return the parameters of embeddings that no product reads, beside those of the vocabulary."""
+    vocabulary = 0 if facts.ties else facts.vocabulary_size * facts.hidden_size
+    return max(0, facts.embedding_parameters - vocabulary)
+
+
+def _active_width(facts: ModelFacts, shape: ModelShape) -> int:
     """The MLP's width with which a dense block has the parameters that a token goes through in one of experts."""
     block = sum(block.parameters for block in facts.blocks) - facts.idle_parameters
-    attention = 2 * facts.hidden_size * (facts.attention_width + facts.key_value_width)
-    return max(1, (block // max(1, len(facts.blocks)) - attention) // ((3 if gated else 2) * facts.hidden_size))
+    attention = sum(into * out for into, out in shape.attention_products(1))
+    return max(1, (block // max(1, len(facts.blocks)) - attention) // ((3 if shape.gated else 2) * shape.hidden))
 
 
 @dataclass(frozen=True)
@@ -368,6 +359,7 @@ class TrainingConfiguration:
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
         masked: attention computes all keys of each query, and masks them.
+        masks_windows: where it does not see all, likewise.
         captured: share of a block's launches that CUDA graphs make.
         fused: blocks are written with the accelerator vendor's fused kernels: norms, rotary positions, activation,
             attention, and tensor traffic in pieces beside products.
@@ -423,6 +415,7 @@ class TrainingConfiguration:
     kept_every: int = 0
     flash: bool = True
     masked: bool = False
+    masks_windows: bool = False
     compile: bool = False
     dropout: bool = False
     collectives: str = "nccl"

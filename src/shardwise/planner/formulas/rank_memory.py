@@ -283,9 +283,10 @@ class RankMemory:
 
     @cached_property
     def _mask(self) -> float:
-        """Elements of the mask of isolated documents, or of pairs' completions; of gathered keys one for all rows."""
+        """Elements of the mask of isolated documents, or of pairs' completions; of windows and of gathered keys one for
+        all rows."""
         if not self.plan.masks_rows:
-            return 0.0
+            return float(self.plan.positions * self.plan.sequence_length) if self._masked_share else 0.0
         if self.job.isolates_documents or self.job.reads_pairs:
             ranks = self.context if self.plan.context_method == "ulysses" else 1
             return float(self.tokens * ranks * self.plan.sequence_length)
@@ -329,6 +330,7 @@ class RankMemory:
             self.plan.sequence_parallel,
             self.plan.degrees[Axis.EXPERT],
             self.imbalance,
+            self._masked_share if self._by_mask else 1.0,
         )
         return of_trained(modules_of_block(facts, self.kind, shape), facts, shape)
 
@@ -344,6 +346,19 @@ class RankMemory:
     def _backward(self) -> tuple[float, float]:
         return backward_peak(self.pieces, self.compute) if self.pieces else (0.0, 0.0)
 
+    @cached_property
+    def _by_mask(self) -> bool:
+        """True where torch's kernels take an efficient kernel on an accelerator for nothing but a mask."""
+        return self._masked_share > 0 and self.compute < FP32 and self.job.model.attention != "efficient"
+
+    @cached_property
+    def _masked_share(self) -> float:
+        """Share of attention's calls for which torch's kernels are given a whole mask."""
+        if self.plan.masks_rows:
+            return 1.0
+        in_ring = self.plan.context_method == "ring"
+        return self.facts.limited_share(self.plan.sequence_length) if self.plan.masks_whole and not in_ring else 0.0
+
     @property
     def _attention(self) -> Attention:
         """Return the kind of kernel that attention gets."""
@@ -354,7 +369,8 @@ class RankMemory:
             by_torch = self.plan.masks_whole and not in_ring
             masked = self._mask or self.job.model.attention == "efficient"
             return "efficient" if by_torch and (masked or self.compute >= FP32) else "fused"
-        return "math" if self.facts.has_attention_dropout and self.plan.masks_whole else "fused"
+        unfused = self.facts.has_attention_dropout or (self.facts.latent and self.facts.latent.is_uneven)
+        return "math" if unfused and self.plan.masks_whole else "fused"
 
     @cached_property
     def reached(self) -> list[bool]:

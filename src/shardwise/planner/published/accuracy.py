@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwise.planner.constants.inventory import cluster, presets, stack_of
 from shardwise.planner.formulas.communication import RankGroup, all_reduce_seconds, gather_seconds
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.formulas.prediction import TrainingConfiguration
-from shardwise.planner.published.evaluate import error_summary, evaluate_rows, summary_over_tables
+from shardwise.planner.published.evaluate import RowResult, error_summary, evaluate_rows, summary_over_tables
 from shardwise.planner.published.tables import read_table
 
 PROBES = 3  # rows of a stack on which its factor is fitted
@@ -83,25 +84,35 @@ def ranked(directory: Path) -> str:
 
 def unknown(directory: Path) -> str:
     """Markdown: accuracy for software and models that nobody has measured, without and with three rows of each stack
-    (means over seeds). Tables of experts do not count among the others."""
+    (means over seeds); of the rows that are then left also what they have without. Tables of experts do not count among
+    the others."""
     head = ("table", "median", "p90", "in 80 % interval", f"median with {PROBES} rows", "p90", "in 80 % interval")
     rows = {path.stem: read_table(path) for path in tables(directory)}
-    left = {name: error_summary(evaluate_rows(own, leave_table_out=True)) for name, own in rows.items()}
-    drawn = [
-        {
-            name: error_summary(evaluate_rows(own, None, PROBES, seed, leave_table_out=True))
-            for name, own in rows.items()
-        }
+    blind = {name: evaluate_rows(own, leave_table_out=True) for name, own in rows.items()}
+    probed = [
+        {name: evaluate_rows(own, None, PROBES, seed, leave_table_out=True) for name, own in rows.items()}
         for seed in range(SEEDS)
     ]
-    lines = [(name, *_figures(left[name], *KEYS), *_means([score[name] for score in drawn])) for name in rows]
+    left = {name: error_summary(results) for name, results in blind.items()}
+    drawn = [{name: error_summary(results) for name, results in draw.items()} for draw in probed]
+    same = {name: [_of_same_rows(blind[name], draw[name]) for draw in probed] for name in rows}
+    lines = [
+        (name, *_figures(left[name], *KEYS), *_means([score[name] for score in drawn]), *_means(same[name])[:2])
+        for name in rows
+    ]
     dense = [name for name, own in rows.items() if not any(row.has_experts for row in own)]
     middles = [summary_over_tables({name: score[name] for name in dense})["median_over_tables"] for score in drawn]
     means = [summary_over_tables(summaries)["mean_over_tables"]["inside_interval_percent"] for summaries in drawn]
     inside = f"{statistics.mean(means):.1f}"
     of_dense = _middle({name: left[name] for name in dense})
-    middle = ("median over tables without experts", *of_dense, *_means(middles)[:2], "")
-    return _markdown(head, [*lines, middle, ("mean over tables", "", "", _inside(left), "", "", inside)])
+    middle = ("median over tables without experts", *of_dense, *_means(middles)[:2], "", "", "")
+    mean = ("mean over tables", "", "", _inside(left), "", "", inside, "", "")
+    return _markdown((*head, "same rows without", "p90"), [*lines, middle, mean])
+
+
+def _of_same_rows(blind: Sequence[RowResult], probed: Sequence[RowResult]) -> dict[str, Any]:
+    """Return the summary of results without probes, of the rows that are scored with them."""
+    return error_summary([replace(result, probe=other.probe) for result, other in zip(blind, probed, strict=True)])
 
 
 def _means(scores: Sequence[dict[str, Any]]) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from shardwise.model.facts import LatentAttention, Reach
 from shardwise.planner.constants.inventory import presets
-from shardwise.planner.formulas.prediction import LatentAttention, ModelShape
+from shardwise.planner.formulas.prediction import ModelShape
 from shardwise.planner.published.row import LAYER_METRIC, Row
 
 _LATENT = re.compile(r"mla q(?P<query>\d+) kv(?P<key_value>\d+) nope(?P<plain>\d+) rope(?P<rotary>\d+) v(?P<value>\d+)")
@@ -77,5 +78,6 @@ def _attention(row: Row) -> dict[str, Any]:
     if size := re.search(r"head (\d+)", words):
         said["head_size"] = int(size[1])
     if window := re.search(r"window (\d+)", words):
-        said |= {"window": int(window[1]), "windowed": 0.5 if "alternat" in words else 1.0}
+        share = 0.5 if "alternat" in words else 1.0
+        said["reaches"] = (Reach(1 - share), Reach(share, int(window[1])))
     return said
