@@ -175,3 +175,15 @@ def test_latents_are_held_beside_heads() -> None:
     latents = 2 * (16 + 16) * BYTES[given.precision]  # bytes of a token: each, and what its norm reads
     each = given.stack.activations * given.model.layers * given.microbatch * SEQUENCE
     assert held[0] - held[1] == pytest.approx(each * latents)
+
+
+def test_a_router_is_no_dense_product_of_many_tensor_ranks() -> None:
+    """Beside its experts a block of Mixtral has a router, of fewer features than there are ranks."""
+    job = job_of("mixtral")
+    keys = {"tensor_parallel_degree": 4, "sequence_parallel": True}
+    precision = job.precision.model_copy(update={"compute": "fp32"})
+    job = job.model_copy(update={"parallel": job.parallel.model_copy(update=keys), "precision": precision})
+    facts, nodes = study(job), cluster("dgx-h100:1")
+    made = configuration_of(resolve(job, World(8, "cuda", 8, "H100"), facts), facts, nodes)
+    assert 0 < made.model.dense_width < 4
+    assert predict(made).step_seconds > 0

@@ -15,6 +15,7 @@ from shardwise.errors import CapacityError, ConfigError, OutputError
 from shardwise.words import nearest, output_console
 
 if TYPE_CHECKING:
+    from shardwise.job.schema import Job
     from shardwise.planner.search.explain import Budget
     from shardwise.planner.search.search import Candidate, Changes, SearchQuestion, SearchResult
 
@@ -97,26 +98,41 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[SearchQuestion, list[str]]:
+    from shardwise.data.file_samples import gives_samples
     from shardwise.job.sources import read_job
     from shardwise.launch.expected_world import local_cluster
     from shardwise.model.build import build_model
     from shardwise.model.discover import discover
     from shardwise.planner.constants.inventory import cluster
     from shardwise.planner.search.search import SearchQuestion
+    from shardwise.training.setup import study
 
     notes: list[str] = []
     if options.model is not None:
         keys = {**_model_keys(options.model), **keys}
     where = cluster(options.cluster) if options.cluster else None
     job, more = read_job(options.job, keys)
+    job = _with_known_format(job)
     notes += more
-    model = build_model(job)
-    facts = discover(model, job)
+    facts = study(job) if options.trace and gives_samples(job) else discover(build_model(job), job)
     if options.model is not None and "sequence_length" not in job.data.model_fields_set:
         length = min(PRESET_POSITIONS, facts.max_positions or PRESET_POSITIONS)
         job = job.model_copy(update={"data": job.data.model_copy(update={"sequence_length": length})})
         notes.append(f"data.sequence_length is not set: {length} is assumed")
+    if gives_samples(job):
+        notes.append(
+            f"samples are counted as data.sequence_length={job.data.sequence_length} tokens; --trace takes their own "
+            "shapes from the data"
+        )
     return SearchQuestion(job, facts, where or local_cluster(job)), notes
+
+
+def _with_known_format(job: Job) -> Job:
+    """Return the job with the format of its rows, where they are here: a plan needs no data."""
+    from shardwise.data.corpus import with_format
+
+    paths = [source.path for source in job.data.sources] or [job.data.path]
+    return with_format(job) if all(path is not None and Path(path).exists() for path in paths) else job
 
 
 def _model_keys(name: str) -> dict[str, Any]:

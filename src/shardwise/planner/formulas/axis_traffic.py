@@ -87,7 +87,8 @@ def _gathered_again(configuration: TrainingConfiguration, seconds: float) -> flo
     into, outputs = model.attention_products(configuration.tensor)[0]
     own = model.attention_width // configuration.tensor
     readers = [(outputs - own) // 2 if model.gated and not model.latent else outputs]
-    readers += [model.dense_width // configuration.tensor] if model.dense_width else []
+    # Of experts a router is left, which counts as a few features: less than one for each rank are none.
+    readers += [width] if (width := model.dense_width // configuration.tensor) else []
     return sum(max(0.0, seconds - matmul_seconds(tokens, into, width, speed)) for width in readers)
 
 
