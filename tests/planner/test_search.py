@@ -351,3 +351,17 @@ def test_mistakes_are_named(words: tuple[str, ...], said: str, capsys: pytest.Ca
 def test_what_is_offloaded_has_to_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, "--model", "llama3-70b", "--cluster", "h100:2", "--limit", "10")
     assert code == 2 and "in the host's memory, whose share of it is 256.0 GiB" in err and "nodes would do" in err
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_rows_that_are_here_say_their_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_there: bool
+) -> None:
+    rows = tmp_path / "chat.jsonl"
+    if is_there:
+        turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+        rows.write_text(json.dumps({"messages": turns}) + "\n")
+    keys = ["--data.path", str(rows), "--data.packing", "false", "--cluster", "dgx-h100:1"]
+    code, _, error = plan(capsys, "--model", config(tmp_path), *keys)
+    assert (code == 0) == is_there, error
+    assert is_there or "does not exist" in error
