@@ -63,4 +63,5 @@ def test_every_collective_gives_back_what_it_is_given() -> None:
 
 def test_a_job_trains_as_over_gloo(world_pool: WorldPool, corpora: Path) -> None:
     job = make_job(corpora)
-    assert call(trained, job) == world_pool.run(1, steps, job, 3)[0]
+    for alone, over_gloo in zip(call(trained, job), world_pool.run(1, steps, job, 3)[0], strict=True):
+        assert alone == pytest.approx(over_gloo, rel=1e-12)  # processes may have other numbers of threads

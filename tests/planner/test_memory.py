@@ -177,6 +177,28 @@ def test_the_first_stage_lets_no_weight_gradient_wait() -> None:
     assert 0 < split[1, 3] - whole[1, 3] < split[1, 0] - whole[1, 0]
 
 
+def test_gradients_of_a_split_backward_are_there_once_weights_had_theirs() -> None:
+    """Until then the first backward of the last stage has its head's alone; that of the first stage has all."""
+    parallel = {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"}
+    plan, facts = planned(2, {**NEOX, "num_hidden_layers": 8}, parallel=parallel, training=SIXTEEN)
+    first, last = (
+        min(m.unsharded_gradients for m in moments(plan, facts, pipeline=rank) if m.moment == "backward of unit 0")
+        for rank in range(2)
+    )
+    assert last == 4 * facts.vocabulary_size * facts.hidden_size < first
+
+
+def test_each_virtual_stage_counts_its_own_checkpoints() -> None:
+    """Of three blocks the first and the third, on every stage."""
+    parallel = {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}
+    memory = {"activation_checkpointing": "full", "checkpoint_every": 2}
+    plan, facts = planned(2, {**NEOX, "num_hidden_layers": 12}, parallel=parallel, training=SIXTEEN, memory=memory)
+    assert [len(stage) for stage in plan.stages] == [3] * 4
+    found = {moment.moment: moment.activations for moment in moments(plan, facts, pipeline=0)}
+    third, sixth = (found[f"forward of unit {last}"] - found[f"forward of unit {last - 1}"] for last in (2, 5))
+    assert third == sixth
+
+
 def held_in_backward(pipeline: str) -> dict[tuple[int, int], float]:
     """Return (pipeline rank, unit) -> what is kept and works in its backward."""
     parallel = {"pipeline_parallel_degree": 2, "pipeline": pipeline}

@@ -53,6 +53,15 @@ AXES: dict[str, dict[str, Any]] = {
     "virtual stages": {"parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}},
     "in a V": {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}},
     "zero bubble": {"parallel": {"pipeline_parallel_degree": 4, "pipeline": "zero_bubble"}},
+    "zero bubble of checkpoints": {
+        "parallel": {"pipeline_parallel_degree": 4, "pipeline": "zero_bubble"},
+        "memory": {"activation_checkpointing": "full"},
+    },
+    "every second checkpoint of virtual stages": {
+        "model": {"config": NEOX | {"num_hidden_layers": 12}},
+        "parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2},
+        "memory": {"activation_checkpointing": "full", "checkpoint_every": 2},
+    },
     "GPipe": {"parallel": {"pipeline_parallel_degree": 4, "pipeline": "simple"}},
     "full": {"memory": {"activation_checkpointing": "full"}},
     "selective": {"memory": {"activation_checkpointing": "selective"}},

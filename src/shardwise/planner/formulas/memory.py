@@ -213,12 +213,13 @@ class _Step(RankMemory):
 
     def in_backward(self, index: int, in_flight: InFlight) -> MemoryEstimate:
         """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
-        size = self.base(f"backward of unit {index}", in_flight, self._behind(index), reduces=not self._waits)
+        behind = () if self._waiting[index] else self._behind(index)  # or weight gradients come later
+        size = self.base(f"backward of unit {index}", in_flight, behind, reduces=not self._waits)
         unit = self.units[index]
         worst, gradients = self._backward
         if self.facts.frozen:  # what the modules' own weights would have is not there
             gradients = min(gradients, (unit.trained + unit.alone) * self.compute)
-        if self._waiting[index]:  # weight gradients come later
+        if self._waiting[index]:
             gradients = 0.0
         gathered = self._held_whole(index, in_flight) if self.keeps_gathered else [unit]
         reduced = [self.units[behind] for behind in self._behind(index)[:1]] if self._reduces(in_flight) else []
@@ -251,7 +252,7 @@ class _Step(RankMemory):
 
     def at_embedding(self, in_flight: InFlight) -> MemoryEstimate:
         """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
-        size = self.base("backward of the embedding", in_flight, self._behind(-1))
+        size = self.base("backward of the embedding", in_flight, () if self._waiting[0] else self._behind(-1))
         is_tied = bool(self.facts.ties)
         if len(self.parts) == 1:
             own = self.root.trained + 2 * is_tied * self.head

@@ -390,7 +390,8 @@ class RankMemory:
         return reached
 
     def checkpointed(self, index: int) -> bool:
-        return self.job.memory.activation_checkpointing != "none" and index % self.job.memory.checkpoint_every == 0
+        place = index - self._part_of(index).start  # each stage counts its own
+        return self.job.memory.activation_checkpointing != "none" and place % self.job.memory.checkpoint_every == 0
 
     def offloaded(self, index: int) -> bool:
         return self.checkpointed(index) and self.job.memory.offload_activations

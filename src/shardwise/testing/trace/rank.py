@@ -214,7 +214,8 @@ def traced_model(
 def _without_values(module: nn.Module) -> nn.Module:
     """Move the buffers of a module of one's own to the meta device, where its parameters are."""
     for inner in module.modules():
-        inner._buffers.update({name: buffer.to("meta") for name, buffer in inner.named_buffers(recurse=False)})
+        for name, buffer in list(inner.named_buffers(recurse=False)):
+            setattr(inner, name, buffer.to("meta"))
     return module
 
 
