@@ -252,7 +252,7 @@ class _Step(RankMemory):
 
     def at_embedding(self, in_flight: InFlight) -> MemoryEstimate:
         """The gradient of the embedding, made whole; where it is tied to the head, that of each and their sum."""
-        size = self.base("backward of the embedding", in_flight, () if self._waiting[0] else self._behind(-1))
+        size = self.base("backward of the embedding", in_flight, () if any(self._waiting[:1]) else self._behind(-1))
         is_tied = bool(self.facts.ties)
         if len(self.parts) == 1:
             own = self.root.trained + 2 * is_tied * self.head
