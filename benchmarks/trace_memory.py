@@ -98,9 +98,9 @@ def row_of(seed: int, number: int) -> dict[str, Any]:
 def trace_stages(job: DrawnJob) -> JobTrace:
     """Trace the first rank of each stage."""
     plan, facts = job.resolved()
-    kinds, sample = ranks_of_kinds(Layout.from_plan(plan, 0)), traced_batch(plan)
+    kinds, microbatch = ranks_of_kinds(Layout.from_plan(plan, 0)), traced_batch(plan)
     traces = tuple(
-        trace_rank(plan, facts, rank, sample) for kind, rank in kinds.items() if kind == first_of_stage(kind)
+        trace_rank(plan, facts, rank, microbatch) for kind, rank in kinds.items() if kind == first_of_stage(kind)
     )
     planned = tuple(estimate(plan, facts, pipeline=trace.coordinates["pipeline"]) for trace in traces)
     return JobTrace(plan, traces, planned, None)

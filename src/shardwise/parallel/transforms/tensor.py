@@ -140,8 +140,8 @@ def tensor_split(
 
     `copies` neighbours hold the same part, or `groups` of them share sections.
     """
-    index, copy = divmod(layout.index(Axis.TENSOR), copies)
-    return ParameterSplit(shape, dim, sections, layout.size(Axis.TENSOR) // copies, index, copies, copy, groups)
+    first = ParameterSplit(shape, dim, sections, layout.size(Axis.TENSOR) // copies, 0, copies, groups=groups)
+    return first.at(layout)
 
 
 def planned_splits(model: nn.Module, facts: ModelFacts, layout: Coordinates) -> dict[str, ParameterSplit]:

@@ -40,8 +40,8 @@ from shardwise.observe.memory import storages_of, tensors_of
 from shardwise.testing.places import PACKAGE, TORCH, VALUES, frames, shown_place
 from shardwise.testing.simulated.streams import SIMULATED, current_simulated_stream, timeline
 
-_OWN = tuple(f"{PACKAGE}{folder}{os.sep}" for folder in ("_torch_compat", "testing/simulated", "testing/trace"))
-_OWN += (VALUES,)
+_FOLDERS = ("_torch_compat", "testing/simulated", "testing/trace")
+_OWN = (*(f"{PACKAGE}{folder}{os.sep}" for folder in _FOLDERS), VALUES)
 _WRAPPERS = ("contextlib.py", "mock.py")
 _HOST = "cpu"
 

@@ -115,8 +115,8 @@ def trace_job(
     layout = Layout.from_plan(plan, 0)
     kinds = ranks_of_kinds(layout) if rank is None else {kind_of_rank(layout, rank): rank}
     short = short_job(job, plan, facts) if len(kinds) > len({kind.stage for kind in kinds}) else None
-    sample = traced_batch(plan)
-    with _tracing([(job, facts), *filter(None, [short])], plan.world, sample, len(kinds), processes) as traced:
+    microbatch = traced_batch(plan)
+    with _tracing([(job, facts), *filter(None, [short])], plan.world, microbatch, len(kinds), processes) as traced:
         traces = _of_kinds(kinds, traced, short is not None)
     met = None if rank is not None else _check(layout, traces)
     planned = tuple(estimate(plan, facts, pipeline=trace.coordinates["pipeline"]) for trace in traces.values())
@@ -159,7 +159,7 @@ def _of_kinds(kinds: Mapping[RankKind, int], traced: Traced, has_short: bool) ->
 
 @contextmanager
 def _tracing(
-    jobs: list[tuple[Job, ModelFacts]], world: World, sample: TracedBatch, kinds: int, processes: int | None
+    jobs: list[tuple[Job, ModelFacts]], world: World, microbatch: TracedBatch, kinds: int, processes: int | None
 ) -> Iterator[Traced]:
     """Give what traces ranks of jobs: this process, or several where there are many kinds."""
     count = min(kinds, processes or min(MOST, available_cores()))
@@ -167,22 +167,24 @@ def _tracing(
     is_taken = world.device_type != CPU and accelerator.is_accelerator(accelerator.entered())
     if (count == 1 or kinds <= FEW) and not is_taken:
         plans = [(resolve(job, world, facts), facts) for job, facts in jobs]
-        yield lambda tasks: [trace_rank(*plans[number], rank, sample) for number, rank in tasks]
+        yield lambda tasks: [trace_rank(*plans[number], rank, microbatch) for number, rank in tasks]
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(jobs, world, sample)) as pool:
+    with ProcessPoolExecutor(
+        count, mp_context=context, initializer=_prepare, initargs=(jobs, world, microbatch)
+    ) as pool:
         yield lambda tasks: pool.map(_traced, tasks)
 
 
 _worker: list[tuple[Plan, ModelFacts, TracedBatch]] = []  # of a process that traces, by number
 
 
-def _prepare(jobs: list[tuple[Job, ModelFacts]], world: World, sample: TracedBatch) -> None:
+def _prepare(jobs: list[tuple[Job, ModelFacts]], world: World, microbatch: TracedBatch) -> None:
     gc.freeze()  # what is imported is no garbage, and takes a seventh of a trace to look through again and again
-    _worker.extend((resolve(job, world, facts), facts, sample) for job, facts in jobs)
+    _worker.extend((resolve(job, world, facts), facts, microbatch) for job, facts in jobs)
 
 
 def _traced(task: tuple[int, int]) -> RankTrace:
     number, rank = task
-    plan, facts, sample = _worker[number]
-    return trace_rank(plan, facts, rank, sample)
+    plan, facts, microbatch = _worker[number]
+    return trace_rank(plan, facts, rank, microbatch)

@@ -3,7 +3,8 @@
 What a rank does depends on its stage, and may on whether it is first, last or between them among tensor ranks (uneven
 shares, the vocabulary's padding). Data ranks differ in what is first and in nothing else: rows, experts and uneven
 shares all go to the first before the others. So the first of them is traced at every tensor place, and the last at the
-first.
+first. Muon's ranks work on other matrices each, which are shared out evenly; their calls are the same but for the sizes
+of what each sends.
 """
 
 from __future__ import annotations

@@ -80,25 +80,25 @@ def live(plan: Plan, facts: ModelFacts, rank: int) -> RankLife:
     Raises:
         RuntimeError: torch's own, where host and device meet in an operator.
     """
-    plan, storages, sample = traceable(plan), Storages(SIMULATED), traced_batch(plan)
+    plan, storages, microbatch = traceable(plan), Storages(SIMULATED), traced_batch(plan)
     with device_of(plan.world) as (device, fake), alone(rank, plan.world.size, device):
         model = traced_model(plan, Layout.from_plan(plan, rank), facts, device, fake)
         recorder = recorder_of(model, traced_modules(model), storages)
         with (
             _no_bytes(),
             fake,
-            sample.given(recorder),
+            microbatch.given(recorder),
             threads_seen(recorder),
             recorder.recording(),
             one_document(plan, recorder),
         ):
             recorder.begin()
             told = _Told(recorder, storages)
-            _live(model, told, sample)
+            _live(model, told, microbatch)
     return told.life
 
 
-def _live(model: ParallelModel, told: _Told, sample: TracedBatch) -> None:
+def _live(model: ParallelModel, told: _Told, microbatch: TracedBatch) -> None:
     recorder = told.recorder
     with told.chapter("drawing"), recorder.answering(0, anyone=True):  # nothing is left unset
         initialize(model, model.plan.job.training.seed)
@@ -106,9 +106,9 @@ def _live(model: ParallelModel, told: _Told, sample: TracedBatch) -> None:
     kept = [*traced_modules(model), optimizer.inner, *_sums(model, objective)]
     for step in range(STEPS):
         with told.chapter(f"step {step}"), recorder.discipline.step(*kept):
-            step_of(model, objective, optimizer, recorder, sample)
+            step_of(model, objective, optimizer, recorder, microbatch)
     with told.chapter("evaluation"), recorder.answering(0), recorder.discipline.step(*kept):
-        evaluate(model, objective, [[sample.fakes(recorder)], [sample.fakes(recorder)]])
+        evaluate(model, objective, [[microbatch.fakes(recorder)], [microbatch.fakes(recorder)]])
     with told.chapter("staging"):
         written = snapshot(model, optimizer, copies=True)
         _stage([chunk.tensor for chunk in written.chunks], copies_aside(model.device.type))
@@ -116,7 +116,7 @@ def _live(model: ParallelModel, told: _Told, sample: TracedBatch) -> None:
         _restore(model, optimizer, written)
         del written
     with told.chapter("a step after it"), recorder.discipline.step(*kept):
-        step_of(model, objective, optimizer, recorder, sample)
+        step_of(model, objective, optimizer, recorder, microbatch)
 
 
 @dataclass

@@ -89,8 +89,8 @@ class RankTrace:
         return self.closed_form.total / self.peak - 1
 
 
-def trace_rank(plan: Plan, facts: ModelFacts, rank: int, sample: TracedBatch) -> RankTrace:
-    """Trace rank `rank` of `plan`, whose microbatches have the shapes of `sample`.
+def trace_rank(plan: Plan, facts: ModelFacts, rank: int, microbatch: TracedBatch) -> RankTrace:
+    """Trace rank `rank` of `plan`, whose microbatches have the shapes of `microbatch`.
 
     Raises:
         ConfigError: the trace cannot follow the job; the message says what and where.
@@ -101,7 +101,7 @@ def trace_rank(plan: Plan, facts: ModelFacts, rank: int, sample: TracedBatch) ->
     storages = Storages(traced.world.device_type)
     with device_of(traced.world) as (device, fake), alone(rank, plan.world.size, device), _plain_norm():
         model = traced_model(traced, layout, facts, device, fake)
-        recorder = _trace(model, sample, storages, fake)
+        recorder = _trace(model, microbatch, storages, fake)
     counted = replace(plan, accumulation=traced.accumulation)
     return RankTrace(
         rank,
@@ -184,19 +184,19 @@ def _plain_norm() -> Iterator[None]:
         yield
 
 
-def _trace(model: ParallelModel, sample: TracedBatch, storages: Storages, fake: FakeTensorMode) -> RankRecorder:
+def _trace(model: ParallelModel, microbatch: TracedBatch, storages: Storages, fake: FakeTensorMode) -> RankRecorder:
     modules = traced_modules(model)
     recorder = recorder_of(model, modules, storages)
-    with fake, sample.given(recorder), threads_seen(recorder):
+    with fake, microbatch.given(recorder), threads_seen(recorder):
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
         storages.own(WEIGHTS, *modules)
         with values_refused(), recorder.recording(), one_document(model.plan, recorder):
-            _make_state(model, objective, optimizer, recorder, sample)
+            _make_state(model, objective, optimizer, recorder, microbatch)
             storages.own(STATE, optimizer.inner)
             recorder.begin()
             sums = [vars(owner) for owner in (objective, model.routers) if owner is not None]  # for metrics
             with recorder.discipline.step(*modules, optimizer.inner, sums):
-                step_of(model, objective, optimizer, recorder, sample)
+                step_of(model, objective, optimizer, recorder, microbatch)
     return recorder
 
 
@@ -274,11 +274,15 @@ def threads_seen(recorder: RankRecorder) -> Iterator[None]:
 
 
 def _make_state(
-    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: TracedBatch
+    model: ParallelModel,
+    objective: Objective,
+    optimizer: ShardedOptimizer,
+    recorder: RankRecorder,
+    microbatch: TracedBatch,
 ) -> None:
     """Let the optimizer make its state, as the first step does; what is in host memory needs a whole step."""
     if optimizer.host is not None:
-        step_of(model, objective, optimizer, recorder, sample)
+        step_of(model, objective, optimizer, recorder, microbatch)
         return
     for entry in optimizer.entries:
         if entry.parameter.requires_grad:
@@ -288,10 +292,14 @@ def _make_state(
 
 
 def step_of(
-    model: ParallelModel, objective: Objective, optimizer: ShardedOptimizer, recorder: RankRecorder, sample: TracedBatch
+    model: ParallelModel,
+    objective: Objective,
+    optimizer: ShardedOptimizer,
+    recorder: RankRecorder,
+    microbatch: TracedBatch,
 ) -> None:
     """Run `train_step` with numbers that are nobody's."""
-    batches = [sample.fakes(recorder).to(model.device) for _ in range(model.plan.accumulation)]
+    batches = [microbatch.fakes(recorder).to(model.device) for _ in range(model.plan.accumulation)]
     with recorder.answering(0):
         control = training_step.exchange_control(model, training_step.ControlMessage(0, 0, 0, 0, 0))
     model.scale_router_losses(1.0)

@@ -32,7 +32,7 @@ def refuse_untraceable(plan: Plan, facts: ModelFacts) -> None:
 
 @contextmanager
 def values_refused() -> Iterator[None]:
-    """Name the place of code that needs values of tensors: none has any here.
+    """Name the place of code that needs values of tensors which nobody knows here.
 
     Raises:
         ConfigError: with the file and the line that are not torch's or ours.

@@ -35,9 +35,8 @@ class Classification(LanguageModelling):
         predicted = output.logits.detach().argmax(-1).flatten()
         # Sums with zeros in them: to take the counted ones out, the host would have to know how many there are.
         ones = is_counted.to(self._counts.dtype)
-        for place, (classes, numbers) in enumerate(
-            ((labels, ones * (labels == predicted)), (labels, ones), (predicted, ones))
-        ):
+        right, labelled, guessed = (labels, ones * (labels == predicted)), (labels, ones), (predicted, ones)
+        for place, (classes, numbers) in enumerate((right, labelled, guessed)):
             self._counts[place].index_add_(0, classes, numbers)
         return super().loss(microbatch, output)
 
