@@ -88,7 +88,9 @@ def world_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldPool]:
 
 def _prepare_worker(facts: Path) -> None:
     from tests import measured, studied  # torch and transformers, only where they are needed
+    from tests.fork_server import begin_threads
 
+    begin_threads()
     studied.share(facts)
     measured.keep()
 

@@ -3,8 +3,8 @@
 A fresh interpreter spends four seconds of processor time on those imports, and each local worker that it starts as
 many. `run_python` takes the words that would follow `python` and gives the result that `subprocess.run` would: the fork
 has its own directory, environment, arguments, module search path, standard streams and exit code. Local workers, which
-the launcher spawns, are forks too, with the signal handlers and exit handlers of a new process. `started` does not wait
-for the end; `call` runs a function in such a fork.
+the launcher spawns, are forks too where they can be, with the signal handlers and exit handlers of a new process.
+`started` does not wait for the end; `call` runs a function in such a fork.
 
 The server is multiprocessing's, which worlds use too; conftest.py says what it imports. It runs no parallel region and
 no backward, so that its forks start as clean as it is. What needs a true process (imports that are left out, signals to
@@ -231,7 +231,8 @@ def _become_new_process(cwd: str, environment: dict[str, str]) -> None:
     (main,) = (each for each in process.BaseProcess.__subclasses__() if each.__name__ == "_MainProcess")
     process._current_process = main()  # type: ignore[attr-defined]
     process._parent_process = None  # type: ignore[attr-defined]
-    context._concrete_contexts["spawn"] = _ForkInstead()  # type: ignore[attr-defined]
+    context._concrete_contexts = _Contexts(context._concrete_contexts)  # type: ignore[attr-defined]
+    process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]  # from which a spawned process finds the script
     context._default_context.set_start_method(None, force=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if started := getattr(getattr(sys.modules.get("coverage"), "process_startup", None), "coverage", None):
@@ -298,6 +299,7 @@ class _ForkedRank(context.ForkProcess):
         atexit._clear()
         gc.freeze()
         gc.enable()
+        begin_threads()
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
@@ -307,3 +309,27 @@ class _ForkedRank(context.ForkProcess):
 
 class _ForkInstead(context.ForkContext):
     Process = _ForkedRank  # type: ignore[assignment]
+
+
+class _Contexts(dict[str, context.BaseContext]):
+    """multiprocessing's contexts, with forks for spawned processes while this process can have any that run backward.
+
+    Where torch knows of devices, fake ones included, its first backward starts threads that a fork would not have.
+    """
+
+    def __getitem__(self, method: str) -> context.BaseContext:
+        if method == "spawn" and "pt_autograd_0" not in _threads():
+            return _ForkInstead()
+        return super().__getitem__(method)
+
+
+def _threads() -> set[str]:
+    """Return the names that this process's threads have for the kernel."""
+    return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+
+
+def begin_threads() -> None:
+    """Make torch's pool of threads now, by one thread: a fork's are made anew, and not by several at once."""
+    import torch  # where it is needed
+
+    torch.set_num_threads(torch.get_num_threads())

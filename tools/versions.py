@@ -49,7 +49,8 @@ def run_tests(pins: Sequence[str], words: Sequence[str], directory: Path) -> Out
     """Return the outcome of pytest in a fresh environment below `directory`."""
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     python = str(directory / "bin" / "python")
-    command = [python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[test]", *pins]
+    # Processors of images are torchvision's in transformers 5.17.
+    command = [python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[test]", "torchvision", *pins]
     installed = subprocess.run(command, capture_output=True, text=True)
     if installed.returncode:
         return Outcome(tuple(pins), False, _last_line(installed.stderr))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.kernels.linear import WeightGradients, defer_weight_gradients
+from shardwise.kernels.linear import WeightGradient, WeightGradients, defer_weight_gradients
 
 
 class Block(nn.Module):
@@ -78,8 +78,18 @@ def test_what_a_weight_gradient_needs_goes_before_the_next_is_computed() -> None
     module, alive = nn.Linear(2, 2), list[bool]()
     needed = torch.ones(2)
     gone = weakref.ref(needed)
-    later.leave(module, partial(torch.sum, needed))
-    later.leave(module, lambda: alive.append(gone() is not None))
+    later.leave(WeightGradient(module, partial(torch.sum, needed)))
+    later.leave(WeightGradient(module, lambda: alive.append(gone() is not None)))
     del needed
     later.take()()
     assert alive == [False]
+
+
+def test_what_the_next_weight_gradient_needs_is_fetched_meanwhile() -> None:
+    later, module, order = WeightGradients(), nn.Linear(2, 2), list[str]()
+    for name in "abc":
+        compute, begin = (partial(order.append, f"{verb} {name}") for verb in ("compute", "begin"))
+        later.leave(WeightGradient(module, compute, begin))
+    later.take()()
+    first = [order.index(said) for said in ("begin a", "begin b", "compute a", "begin c", "compute b", "compute c")]
+    assert first == sorted(first)

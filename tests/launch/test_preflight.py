@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from shardwise.launch import loopback, preflight
@@ -45,7 +45,7 @@ def test_hosts_report_what_they_find(world_pool: WorldPool, tmp_path: Path) -> N
     assert nothing == [] and not list(tmp_path.iterdir())
     assert first.link_measured == 0 < second.link_measured
     for report in (first, second):
-        assert report.versions["torch"] == torch.__version__
+        assert report.versions["torch"] == version("torch")
         assert 0 < report.disk_free <= report.disk_total and report.disk_rate > 0
         assert 0 < report.memory_available <= report.memory_total
         assert abs(report.clock - time.time()) < 60

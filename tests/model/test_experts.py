@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DbrxModel
 
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
@@ -70,7 +71,11 @@ def test_a_matrix_of_experts_is_told_from_a_layer_beside_them() -> None:
 
 @pytest.mark.parametrize(
     "family, call, stacks, routers",
-    [("dbrx", ExpertCall.ROUTED, 2, 2), ("jetmoe", ExpertCall.SORTED, 8, 0), ("llama4_text", ExpertCall.DENSE, 2, 0)],
+    [
+        ("dbrx", ExpertCall.ROUTED, 2, 2 if "router_logits" in DbrxModel._can_record_outputs else 0),
+        ("jetmoe", ExpertCall.SORTED, 8, 0),
+        ("llama4_text", ExpertCall.DENSE, 2, 0),
+    ],
 )
 def test_experts_of_families_without_a_plan(family: str, call: ExpertCall, stacks: int, routers: int) -> None:
     model = build_model(Job.model_validate({"model": {"config": toy_config(family)}}))

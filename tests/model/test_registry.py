@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 import shardwise
@@ -21,6 +23,7 @@ from shardwise.model.registry import family_of, known_families
 from tests.pages import python_blocks
 from tools.structure import nodes_of, read_tree
 
+LATER = {"nemotron_h_omni"}  # than transformers 5.17
 # transformers has no plan for BioGPT, and this package no file.
 [BIOGPT] = [block for block in python_blocks("how-to/extend.md") if "FAMILY = " in block]
 SOURCE = Path(shardwise.__file__).parent
@@ -85,7 +88,9 @@ def test_two_files_with_one_model_type_are_an_error(extra_families: Path) -> Non
 
 
 def test_model_types_are_those_of_transformers() -> None:
-    assert set(known_families()) <= set(CONFIG_MAPPING)
+    """Of an older transformers all but a few, which came later."""
+    unknown = set(known_families()) - set(CONFIG_MAPPING)
+    assert unknown <= (LATER if Version(transformers.__version__) < Version("5.24") else set())
 
 
 def test_no_other_file_knows_a_model_type() -> None:

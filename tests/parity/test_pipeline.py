@@ -41,6 +41,7 @@ SLOW: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt_neox", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "shard_optimizer_state": True}, "layers": 3}),
     ("gpt2", 4, {"parallel": {**FOUR, "pipeline": "zero_bubble"}, "layers": 5, "dropout": 0.1}),
     ("llama", 8, {"parallel": {**ALL, "pipeline": "zero_bubble", "sequence_parallel": True}, "layers": 3}),
+    ("gpt_neox", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True, "pipeline": "zbv"}, "layers": 4}),
     ("bert", 4, {"parallel": {**TWO, "pipeline": "zero_bubble", "sharded_data_parallel_degree": 1}, "layers": 3,
                  "memory": {"activation_checkpointing": "selective"}, "dropout": 0.1}),
     ("gpt2", 4, {"parallel": {**FOUR, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 9, "training": EIGHT}),
@@ -97,6 +98,8 @@ CASES = [
     ("gpt2", 4, {"parallel": FOUR, "layers": 5, "training": UNEVEN, "dropout": 0.1}),
     # weight gradients put off
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "zero_bubble"}, "dropout": 0.1, "layers": 3}),
+    ("llama", 4, {"parallel": {**TWO, **TENSOR, "sequence_parallel": True, "pipeline": "zero_bubble"}, "layers": 3,
+                  "memory": {"activation_checkpointing": "full"}, "dropout": 0.1}),
     # stages in a V: the tie is one parameter of rank 0, alone and sharded
     ("gpt2", 2, {"parallel": {**TWO, "pipeline": "dualpipev"}, "dropout": 0.1, "layers": 5, "training": RAGGED}),
     # virtual stages

@@ -222,6 +222,14 @@ def test_linear_layers_that_read_one_tensor_wait_with_it_once() -> None:
         assert waiting_features(facts, BlockKind.of(facts), block) == features
 
 
+def test_tensor_ranks_that_share_the_sequence_wait_with_a_part_of_what_regions_read() -> None:
+    """Query, key and value read one of [T/t, H], gate and up another; other inputs and all outputs are whole."""
+    _, facts = planned(1, LLAMA)
+    block = {name: facts.parameter_shapes[name] for name in facts.parameter_shapes if ".layers.0." in name}
+    whole, shared = (waiting_features(facts, BlockKind.of(facts), block, ranks) for ranks in (1, 2))
+    assert whole - shared == 2 * 128 / 2
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "less, more",

@@ -97,9 +97,10 @@ def runs_backward() -> bool:
 @contextmanager
 def without_stack_traces() -> Iterator[None]:
     """Let torch not note the lines of operators that it traces, which took a tenth of a trace (torch 2.13)."""
-    before = getattr(torch.fx.config, "do_not_emit_stack_traces", False)
-    torch.fx.config.do_not_emit_stack_traces = True
+    config: Any = torch.fx.config  # which has no such setting in torch 2.11
+    before = getattr(config, "do_not_emit_stack_traces", False)
+    config.do_not_emit_stack_traces = True
     try:
         yield
     finally:
-        torch.fx.config.do_not_emit_stack_traces = before
+        config.do_not_emit_stack_traces = before

@@ -78,6 +78,7 @@ class RowExchange:
         sent = rows if taken is None else rows.index_select(0, taken)
         with self.name:
             work = dist.all_to_all_single(received, sent, self.received, self.sent, self.group, async_op=True)
+        assert work is not None  # as it is for ranks outside of the group
         return Arriving(received, NamedWork(self.name, work))
 
     def _room(self, rows: Tensor) -> Tensor:

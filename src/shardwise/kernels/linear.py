@@ -3,7 +3,8 @@ activations of which backward keeps a part.
 
 Backward of a linear layer is two matrix products. The input's gradient is what the stage before waits for; the
 weight's can be taken later, where the rank would idle (Zero Bubble, arXiv 2401.10241, section 2). A deferred layer
-computes the first in backward and notes the second, with the input and the output's gradient that it needs.
+computes the first in backward and notes the second, with the input, or the part of it that is kept, and the output's
+gradient that it needs.
 
 A module that has `float8` (kernels/float8.py) multiplies so, whichever of these it is. One that has an `adapter`
 (kernels/adapters.py) adds its product to its own. The weight of one that has a `packing`
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +28,37 @@ from shardwise.kernels.float8 import Float8
 from shardwise.kernels.packed_weights import packed_product
 
 
+class WeightGradient(NamedTuple):
+    """A gradient that can be computed later: `compute` adds it to `.grad` of a parameter of `module`.
+
+    `begin` starts to fetch what it needs, beside what is computed until then.
+    """
+
+    module: nn.Module
+    compute: Callable[[], None]
+    begin: Callable[[], None] = lambda: None
+
+
 class WeightGradients:
     """The weight gradients of one stage that backward leaves for later.
 
     Attributes:
         waits: whether a backward that runs now leaves them, or has them computed at once.
-        pending: (module, what computes a gradient of its and adds it to `.grad`), in the order of backward.
+        pending: those that were left, in the order of backward.
         sums: of a module, what adds its `.grad` to that of earlier backwards, if that is kept elsewhere.
     """
 
     def __init__(self) -> None:
         self.waits = True
-        self.pending: list[tuple[nn.Module, Callable[[], None]]] = []
+        self.pending: list[WeightGradient] = []
         self.sums: dict[nn.Module, Callable[[], None]] = {}
 
-    def leave(self, module: nn.Module, compute: Callable[[], None]) -> None:
-        """Leave a gradient of `module` for later, or compute it."""
+    def leave(self, gradient: WeightGradient) -> None:
+        """Leave a gradient for later, or compute it."""
         if self.waits:
-            self.pending.append((module, compute))
+            self.pending.append(gradient)
         else:
-            self._compute(module, compute)
+            self._compute(gradient)
 
     def take(self) -> Callable[[], None]:
         """Return a function that computes all that are pending; then none is pending."""
@@ -55,14 +67,17 @@ class WeightGradients:
         @torch.no_grad()
         def run() -> None:
             while taken:  # each lets go of what it needed before the next
-                self._compute(*taken.pop(0))
+                for gradient in taken[:2]:
+                    gradient.begin()
+                self._compute(taken.pop(0))
 
         return run
 
-    def _compute(self, module: nn.Module, compute: Callable[[], None]) -> None:
-        compute()
-        if module in self.sums:
-            self.sums[module]()
+    def _compute(self, gradient: WeightGradient) -> None:
+        gradient.begin()
+        gradient.compute()
+        if gradient.module in self.sums:
+            self.sums[gradient.module]()
 
 
 def linear(module: Any, values: Tensor, transposed: bool = False, biased: bool = True) -> Tensor:
@@ -95,7 +110,7 @@ def _product(module: Any, values: Tensor, bias: Tensor | None, transposed: bool)
     float8: Float8 | None = getattr(module, "float8", None)
     later: WeightGradients | None = getattr(module, "weight_gradients", None)
     if later is not None and torch.is_grad_enabled():
-        product: Tensor = _Deferred.apply(values, module.weight, bias, module, transposed, later)
+        product: Tensor = _Deferred.apply(values, values, module.weight, bias, module, transposed, later, None)
         return product
     weight = module.weight.T if transposed else module.weight
     if float8 is None:
@@ -117,6 +132,11 @@ def linear_of_parts(
         packing: str | None = getattr(module, "packing", None)
         if packing is not None:  # frozen: backward reads no activations for it
             return packed_product(whole, module.weight, bias, packing, transposed)
+        later: WeightGradients | None = getattr(module, "weight_gradients", None)
+        if later is not None and torch.is_grad_enabled():
+            inputs = (whole, part.detach(), module.weight, bias, module, transposed, later, source)
+            product: Tensor = _Deferred.apply(*inputs)
+            return product
         weight = module.weight.T if transposed else module.weight
         return multiply(whole, weight, bias, getattr(module, "float8", None))
 
@@ -245,30 +265,48 @@ class _Deferred(torch.autograd.Function):
     def forward(
         ctx: Any,
         values: Tensor,
+        kept: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         module: Any,
         transposed: bool,
         later: WeightGradients,
+        source: RegatheredActivations | None,
     ) -> Tensor:
-        ctx.module, ctx.transposed, ctx.later = module, transposed, later
-        ctx.save_for_backward(values)
+        if source is not None:
+            source.readers += ctx.needs_input_grad[2]
+        ctx.module, ctx.transposed, ctx.later, ctx.source = module, transposed, later, source
+        ctx.save_for_backward(kept)
         return _output(values, weight.T if transposed else weight, bias, getattr(module, "float8", None))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (values,), gradient, module = ctx.saved_tensors, gradients[0], ctx.module
-        _, of_weight, of_bias, *_ = ctx.needs_input_grad
-        if of_weight:
-            ctx.later.leave(module, partial(_add_product, module, values, gradient, ctx.transposed))
-        if of_bias:
-            ctx.later.leave(module, partial(_add_sum, module.bias, gradient))
+        (kept,), gradient, module, later = ctx.saved_tensors, gradients[0], ctx.module, ctx.later
+        _, _, of_weight, of_bias, *_ = ctx.needs_input_grad
+        product = _later_product(module, kept, ctx.source, gradient, ctx.transposed)
+        if of_weight and not later.waits:
+            product.begin()
         weight = module.weight.T if ctx.transposed else module.weight
-        return _of_values(gradient, weight, getattr(module, "float8", None)), None, None, None, None, None
+        of_values = _of_values(gradient, weight, getattr(module, "float8", None))
+        if of_weight:
+            later.leave(product)
+        if of_bias:
+            later.leave(WeightGradient(module, partial(_add_sum, module.bias, gradient)))
+        return of_values, *[None] * 7
 
 
-def _add_product(module: Any, values: Tensor, gradient: Tensor, transposed: bool) -> None:
-    product = _of_weight(gradient, values, getattr(module, "float8", None))
+def _later_product(
+    module: Any, kept: Tensor, source: RegatheredActivations | None, gradient: Tensor, transposed: bool
+) -> WeightGradient:
+    """Return the gradient of a layer's weight, from its input that is `kept` whole, or gathered again by `source`."""
+    if source is None:
+        return WeightGradient(module, partial(_add_product, module, lambda: kept, gradient, transposed))
+    compute = partial(_add_product, module, source.again, gradient, transposed)
+    return WeightGradient(module, compute, partial(source.ask, kept))
+
+
+def _add_product(module: Any, values: Callable[[], Tensor], gradient: Tensor, transposed: bool) -> None:
+    product = _of_weight(gradient, values(), getattr(module, "float8", None))
     _add(module.weight, product.T if transposed else product)
 
 

@@ -57,6 +57,14 @@ AXES: dict[str, dict[str, Any]] = {
         "parallel": {"pipeline_parallel_degree": 4, "pipeline": "zero_bubble"},
         "memory": {"activation_checkpointing": "full"},
     },
+    "zero bubble of shared sequences": {
+        "parallel": {
+            "pipeline_parallel_degree": 2,
+            "pipeline": "zero_bubble",
+            "tensor_parallel_degree": 2,
+            "sequence_parallel": True,
+        },
+    },
     "every second checkpoint of virtual stages": {
         "model": {"config": NEOX | {"num_hidden_layers": 12}},
         "parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2},

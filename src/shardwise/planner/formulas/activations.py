@@ -46,6 +46,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.model.facts import ModelFacts
+from shardwise.model.tensor_plan import region_of
 from shardwise.model.tensor_split import EXPERTS
 
 FP32 = 4
@@ -176,14 +177,21 @@ def modules_of_block(facts: ModelFacts, kind: BlockKind, shape: LocalMicrobatch)
     return [*attention, norm, *mlp, ModuleMemory("MLP dropout", _mask(_rows(facts, shape)[1], shape))]
 
 
-def waiting_features(facts: ModelFacts, kind: BlockKind, shapes: Mapping[str, tuple[int, ...]]) -> int:
+def waiting_features(
+    facts: ModelFacts, kind: BlockKind, shapes: Mapping[str, tuple[int, ...]], sharing: int = 1
+) -> float:
     """Return the features of a token that a block's weight gradients wait with: its linear layers' inputs and outputs.
 
-    Query, key and value have one input, and so have gate and up.
+    Query, key and value have one input, and so have gate and up. `sharing` tensor ranks that share the sequence each
+    keep a part of it, and of what layers outside of their regions read and make.
     """
-    linears = sum(sum(shape) for shape in shapes.values() if len(shape) == 2)
+    layers = {name: sum(shapes[weight]) for name in facts.linears if (weight := f"{name}.weight") in shapes}
     twice = (0 if kind.fused_projection else 2) + (kind.gated and bool(kind.shared_features or not kind.experts))
-    return linears - twice * facts.hidden_size
+    columns = {name: split for name, split in facts.tensor_splits.items() if split.kind == "column" and name in layers}
+    regions = tuple(region_of(name, split) for name, split in columns.items())
+    outside = sum(features for name, features in layers.items() if not name.startswith(regions))
+    entering = max(0, len(columns) - twice) * facts.hidden_size
+    return sum(layers.values()) - twice * facts.hidden_size - (entering + outside) * (1 - 1 / sharing)
 
 
 def of_trained(pieces: Sequence[ModuleMemory], facts: ModelFacts, shape: LocalMicrobatch) -> list[ModuleMemory]:

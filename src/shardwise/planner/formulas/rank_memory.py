@@ -268,8 +268,11 @@ class RankMemory:
         if not self.plan.splits_backward:
             return [0.0] * len(self.units)
         units = ((stage, names) for stage, part in zip(self.stages, self.sizes.groups, strict=True) for names in part)
+        sharing = self.tensor if self.plan.sequence_parallel else 1
         features = (
-            sum(waiting_features(self.facts, self.kind, self.sizes.shapes[name]) for name in names) if stage else 0
+            sum(waiting_features(self.facts, self.kind, self.sizes.shapes[name], sharing) for name in names)
+            if stage
+            else 0
             for stage, names in units
         )
         return [float(count * self.tokens * self.compute) for count in features]
