@@ -41,7 +41,7 @@ def trained(job: Job) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("model_type", sorted(CONFIG_MAPPING.keys() & WAYS))
+@pytest.mark.parametrize("model_type", [way for way in WAYS if way in CONFIG_MAPPING])
 def test_a_toy_trains_on_what_it_sees(model_type: str) -> None:
     job = toy_job(model_type)
     model, rows = trained(job), ToySamples(**job.data.factory_arguments)
