@@ -15,8 +15,8 @@ size I and c bytes a number, autograd saves, each tensor once however many opera
   output projection is a copy (GPT-NeoX concatenates rotated and unrotated parts head by head).
 - latent attention: instead of these three the inputs of the norms and of the products behind them, and the whole
   result [T, heads times (plain + value)] that keys and values are cut from; keys are put together anew.
-- attention (efficient), which torch takes on accelerators for masks and for fp32: the same, but key and value are
-  copied for each query head, and heads lie side by side in the result.
+- attention (efficient), which torch takes on accelerators for masks and for fp32: the same, but several heads of key
+  and value are copied for each query head, and heads lie side by side in the result.
 - attention that is not fused: query, key and value each [T, A] laid out for batched products, and the probabilities
   [B, heads, S, S], which models compute in fp32 and keep beside the cast; with dropout also the mask and what is left
   of them. The result is not kept, but its copy with heads side by side is, as the output projection's input. SDPA on a
@@ -315,7 +315,9 @@ def _fused_attention(
 ) -> tuple[float, float]:
     """(saved, working): query, key, value, result and statistics; working: the gradients of the first three."""
     rotated = (row + qkv) / 2 if kind.fused_projection and kind.rotary else 0.0
-    copied = shape.masked * (3 * row - qkv) if shape.attention == "efficient" else 0.0
+    # One head is repeated without a copy.
+    is_one_head = facts.key_value_width * facts.key_value_copies(shape.tensor) <= facts.head_size * shape.tensor
+    copied = shape.masked * (3 * row - qkv) if shape.attention == "efficient" and not is_one_head else 0.0
     others = shape.gathered * (qkv - row + copied)
     heads = qkv + copied + others + rotated
     return heads + row + FP32 * shape.tokens * facts.attention_heads / shape.tensor, heads

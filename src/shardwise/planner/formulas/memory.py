@@ -212,7 +212,10 @@ class _Step(RankMemory):
         )
 
     def in_backward(self, index: int, in_flight: InFlight) -> MemoryEstimate:
-        """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
+        """The worst moment inside the backward of a unit: its last block, everything before it still kept.
+
+        Experts that ranks share are gathered there, before their gradients are there.
+        """
         behind = () if self._waiting[index] else self._behind(index)  # or weight gradients come later
         size = self.base(f"backward of unit {index}", in_flight, behind, reduces=not self._waits)
         unit = self.units[index]
@@ -223,16 +226,22 @@ class _Step(RankMemory):
             gradients = 0.0
         gathered = self._held_whole(index, in_flight) if self.keeps_gathered else [unit]
         reduced = [self.units[behind] for behind in self._behind(index)[:1]] if self._reduces(in_flight) else []
+        of_reduced = sum(one.trained - one.trained_experts for one in reduced) * self.reduction
+        own = {"unsharded_gradients": size.unsharded_gradients + self._head_of(in_flight) + gradients}
+        own |= {"working": worst - self._saved + self.between, "communication": 0.0}
+        begun = {"unsharded_gradients": size.unsharded_gradients + self._head_of(in_flight), "working": self.between}
+        begun |= {"communication": 0.0 if self.keeps_gathered else unit.experts * self.compute}
+        worse = max(own, begun, key=lambda held: sum(held.values()))
         return replace(
             size,
             gathered=size.gathered + self._gathered(gathered),
-            communication=self._prefetched(index) + self.fsdp * sum(one.trained for one in reduced) * self.reduction,
-            unsharded_gradients=size.unsharded_gradients + self._head_of(in_flight) + gradients,
+            communication=self._prefetched(index) + self.fsdp * of_reduced + worse["communication"],
+            unsharded_gradients=worse["unsharded_gradients"],
             activations=size.activations
             + self.kept_before(index)
             + self.recomputed(index)
             + self._waiting_after(index),
-            working=worst - self._saved + self.between,
+            working=worse["working"],
         )
 
     def in_reduction(self, index: int, in_flight: InFlight) -> MemoryEstimate:
@@ -299,4 +308,4 @@ class _Step(RankMemory):
         if not self.fsdp or self.ranks == 1 or self.keeps_gathered:
             return 0.0
         depth = max(1, self.job.parallel.prefetch_depth)
-        return sum(unit.whole for unit in self.units[max(0, index - depth) : index]) * self.compute
+        return sum(unit.whole - unit.experts for unit in self.units[max(0, index - depth) : index]) * self.compute

@@ -27,6 +27,8 @@ class Unit:
         trained, trained_shard: the same as the first two, of parameters that have gradients.
         last: elements of the last tensor that has one.
         alone: elements that have one and are on this rank alone, which FSDP2 leaves: in the shards, not in the whole.
+        experts, trained_experts: of `whole` and of `trained`, experts that ranks share. FSDP2 gathers them for
+            themselves, when it comes to them.
     """
 
     whole: float
@@ -36,6 +38,8 @@ class Unit:
     trained_shard: float
     last: float
     alone: float
+    experts: float = 0.0
+    trained_experts: float = 0.0
 
 
 class RankUnits:
@@ -102,14 +106,17 @@ class RankUnits:
         last = math.prod(list(trained.values())[-1]) if trained else 0
         (shard, whole), (trained_shard, trained_whole) = self.padded(shapes), self.padded(trained)
         alone = sum(math.prod(shape) for name, shape in trained.items() if self._is_alone(name))
-        return Unit(whole, shard, blocks, trained_whole, trained_shard, last, alone)
+        experts = (self.padded({name: of[name] for name in of if self._is_shared(name)})[1] for of in (shapes, trained))
+        return Unit(whole, shard, blocks, trained_whole, trained_shard, last, alone, *experts)
 
     def _is_alone(self, name: str) -> bool:
         return self.plan.leaves_experts and name in self.facts.expert_parameters
 
+    def _is_shared(self, name: str) -> bool:
+        return self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
+
     def _shards(self, name: str) -> int:
-        is_shared = self.plan.degrees[Axis.EXPERT] > 1 and name in self.facts.expert_parameters
-        return expert_shards(self.plan) if is_shared else self.plan.state_ranks
+        return expert_shards(self.plan) if self._is_shared(name) else self.plan.state_ranks
 
     def _packing(self, name: str) -> float:
         """Return the bytes of a packed weight's elements as a share of those in the compute dtype; else 1."""
