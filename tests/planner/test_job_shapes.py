@@ -13,6 +13,8 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterf
 from transformers.masking_utils import eager_mask
 
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
+from shardwise.model.build import build_model
 from shardwise.model.facts import EVERYTHING, LatentAttention, ModelFacts, Reach
 from shardwise.plan.draft import World
 from shardwise.plan.plan import resolve
@@ -24,6 +26,8 @@ from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 from shardwise.testing.toy_configs import toy_config
+from shardwise.testing.toy_inputs import toy_of_files
+from shardwise.testing.toy_samples import inputs_of_files
 from shardwise.training.setup import study
 
 SEQUENCE, WINDOW = 64, 8
@@ -187,3 +191,49 @@ def test_a_router_is_no_dense_product_of_many_tensor_ranks() -> None:
     made = configuration_of(resolve(job, World(8, "cuda", 8, "H100"), facts), facts, nodes)
     assert 0 < made.model.dense_width < 4
     assert predict(made).step_seconds > 0
+
+
+def sample_job(task: str, family: str) -> Job:
+    config, arguments = toy_of_files(task, family)
+    data = {"factory": "shardwise.testing.toy_samples:ToySamples", "factory_arguments": arguments}
+    labels = {"labels": ["cat", "dog", "cow"]} if TASKS[task].classifies else {}
+    return Job.model_validate({"model": {"config": config, "task": task, **labels}, "data": data})
+
+
+@pytest.mark.parametrize(
+    "task, family, positions",
+    [
+        ("image_classification", "vit", 17),
+        ("image_classification", "resnet", 0),
+        ("speech_seq2seq", "whisper", 0),
+        ("image_text_to_text", "llava", None),
+    ],
+)
+def test_positions_of_a_sample_are_those_that_blocks_see(task: str, family: str, positions: int | None) -> None:
+    """Of a picture its patches and a class token; where blocks differ they are not known, and tokens are counted."""
+    facts = study(sample_job(task, family))
+    assert facts.sample_positions == positions
+    assert facts.positions(SEQUENCE) == (positions or SEQUENCE)
+
+
+def test_flops_of_an_image_are_those_that_torch_counts() -> None:
+    """Those of the pixels' gradient too, which a step does not need."""
+    job = sample_job("image_classification", "vit")
+    facts = study(job)
+    model, inputs = build_model(job).to_empty(device="cpu"), inputs_of_files(job)
+    model.set_attn_implementation("eager")
+    inputs["pixel_values"].requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs).logits.sum().backward()
+    number = facts.positions(SEQUENCE)
+    counted = counter.get_total_flops() / len(inputs["pixel_values"])
+    assert number * facts.model_flops_per_token(number) == pytest.approx(counted, rel=0.1)
+
+
+def test_a_plan_of_images_counts_their_positions() -> None:
+    job = sample_job("image_classification", "vit")
+    facts = study(job)
+    plan = resolve(job, World(1, "cpu", 1), facts)
+    assert configuration_of(plan, facts, cluster("cpu")).sequence == facts.sample_positions
+    unknown = replace(facts, sample_positions=0)
+    assert estimate(plan, facts).activations < estimate(plan, unknown).activations / 4

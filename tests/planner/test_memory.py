@@ -188,6 +188,19 @@ def test_gradients_of_a_split_backward_are_there_once_weights_had_theirs() -> No
     assert last == 4 * facts.vocabulary_size * facts.hidden_size < first
 
 
+def test_weight_gradients_are_there_while_others_wait() -> None:
+    """The last stage has no bubble: its first weight gradients come behind all of its backwards."""
+    parallel = {"pipeline_parallel_degree": 4, "pipeline": "zero_bubble", "sharded_data_parallel_degree": 1}
+    plan, facts = planned(4, {**NEOX, "num_hidden_layers": 8}, parallel=parallel, training=SIXTEEN)
+    last = [held for held in in_flight_of(3, 4, 1, plan.accumulation, "zero_bubble") if held.in_weights]
+    fullest = max(last, key=lambda held: held.weights)
+    assert fullest.weights[0] > 0 and fullest.done == (True,)
+    behind = max(m.activations for m in moments(plan, facts, pipeline=3) if m.moment == "weight gradients")
+    block = {name: facts.parameter_shapes[name] for name in facts.parameter_shapes if ".layers.7." in name}
+    waiting = waiting_features(facts, BlockKind.of(facts), block) * plan.microbatch * plan.sequence_length * 4
+    assert behind == pytest.approx(len(plan.stages[3]) * fullest.weights[0] * waiting, rel=0.05)
+
+
 def test_each_virtual_stage_counts_its_own_checkpoints() -> None:
     """Of three blocks the first and the third, on every stage."""
     parallel = {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}

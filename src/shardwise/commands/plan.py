@@ -100,6 +100,7 @@ def _check(options: argparse.Namespace) -> None:
 def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[SearchQuestion, list[str]]:
     from shardwise.data.file_samples import gives_samples
     from shardwise.job.sources import read_job
+    from shardwise.job.tasks import TASKS
     from shardwise.launch.expected_world import local_cluster
     from shardwise.model.build import build_model
     from shardwise.model.discover import discover
@@ -114,12 +115,15 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
     job, more = read_job(options.job, keys)
     job = _with_known_format(job)
     notes += more
-    facts = study(job) if options.trace and gives_samples(job) else discover(build_model(job), job)
+    reads_data = gives_samples(job) and (options.trace or (TASKS[job.model.task].reads_files and _is_here(job)))
+    facts = study(job) if reads_data else discover(build_model(job), job)
     if options.model is not None and "sequence_length" not in job.data.model_fields_set:
         length = min(PRESET_POSITIONS, facts.max_positions or PRESET_POSITIONS)
         job = job.model_copy(update={"data": job.data.model_copy(update={"sequence_length": length})})
         notes.append(f"data.sequence_length is not set: {length} is assumed")
-    if gives_samples(job):
+    if facts.sample_positions:
+        notes.append(f"a sample is counted as {facts.sample_positions} tokens, which the blocks see of the first rows")
+    elif gives_samples(job):
         notes.append(
             f"samples are counted as data.sequence_length={job.data.sequence_length} tokens; --trace takes their own "
             "shapes from the data"
@@ -131,8 +135,12 @@ def _with_known_format(job: Job) -> Job:
     """Return the job with the format of its rows, where they are here: a plan needs no data."""
     from shardwise.data.corpus import with_format
 
+    return with_format(job) if _is_here(job) else job
+
+
+def _is_here(job: Job) -> bool:
     paths = [source.path for source in job.data.sources] or [job.data.path]
-    return with_format(job) if all(path is not None and Path(path).exists() for path in paths) else job
+    return all(path is not None and Path(path).exists() for path in paths)
 
 
 def _model_keys(name: str) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _discover(
         **_capabilities(examined),
         **_interface(model),
         classifies=TASKS[job.model.task].classifies,
-        **_forward_facts(forward),
+        **_forward_facts(job, forward),
         **_coupling(model, job, config, forward, example),
         adapters={},
         **_experts(model, config),
@@ -316,7 +316,7 @@ def _drops_by_microbatch(
     return any(shape[0] % rows for shape in forward.dropped)
 
 
-def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
+def _forward_facts(job: Job, forward: ForwardProbe) -> dict[str, Any]:
     """Return what a forward on fake tensors has shown."""
     return {
         "head": forward.head,
@@ -324,6 +324,7 @@ def _forward_facts(forward: ForwardProbe) -> dict[str, Any]:
         "has_attention_dropout": forward.has_attention_dropout,
         "has_functional_dropout": forward.has_functional_dropout,
         "fixed_logits": forward.fixed_logits,
+        "sample_positions": forward.positions if TASKS[job.model.task].reads_files and not forward.tokens else None,
         "drops_blocks": forward.drops_blocks,
         "blocks_share_arguments": forward.blocks_share_arguments,
         "attention_arguments": forward.attention_arguments,

@@ -348,6 +348,8 @@ class ModelFacts:
     vocabulary_size: int = 0
     max_positions: int | None = None
     fixed_logits: int = 0  # positions of the logits, where these are not those of the tokens (Perceiver)
+    # Positions of a sample of files that has no tokens, in all blocks; 0: they are not known, None: it has tokens.
+    sample_positions: int | None = None
     padding_position: int | None = None  # id of padding, behind which positions are counted, as RoBERTa counts them
     split_forward: SplitForward | None = None  # by which context ranks run its blocks, where inputs cannot be split
     sliding_window: int | None = None  # how far back attention sees, where some block's does not see everything
@@ -596,6 +598,10 @@ class ModelFacts:
     def attended(self, sequence: int) -> float:
         """Return the length of a sequence that a block's attention costs as much as, the mean of the blocks."""
         return sum(reach.share * reach.attended(sequence) for reach in self.reaches)
+
+    def positions(self, sequence_length: int) -> int:
+        """Return the positions of a sample in the blocks: of tokens as many as there are, of an image those of one."""
+        return self.sample_positions or sequence_length
 
     def model_flops_per_token(self, sequence_length: int) -> float:
         """Model FLOPs of forward and backward for one token: 6·P + 12·L·s·h; 4·P + 2·T where only T of P are trained.

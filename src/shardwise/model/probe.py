@@ -123,6 +123,7 @@ class ForwardProbe:
     fixed_logits: int = 0  # positions of the logits, where there are not as many as tokens
     handed_shape: tuple[int, ...] = ()  # of what the last block returns first; empty for no tensor
     tokens: int = 0  # of a sequence that the forward was given
+    positions: int = 0  # of the hidden states [B, positions, H] of all blocks; 0 where they differ, or are none
     takes_outer_gradient: bool = False  # the forward takes a gradient while no block runs
     blocks_without_gradient: bool = False  # blocks run where gradients are off, as in a checkpoint with reentry
     outside_reads: tuple[str, ...] = ()  # parameters read where neither their module nor its block ran
@@ -589,7 +590,8 @@ class _RecordedForward:
             functions.names.get(id(value), "") for value in walk(output)
         } & functions.owners.keys()
         blocks = [block for blocks in self.blocks for block in blocks]
-        handed_shape = tuple(getattr(blocks[-1].outputs[0], "shape", ())) if blocks else ()
+        shapes = [tuple(getattr(block.outputs[0], "shape", ())) for block in blocks]
+        handed_shape = shapes[-1] if shapes else ()
         logits = getattr(output, "logits", None)
         names = {id(module): name for name, module in self.model.named_modules()}
         is_users = not isinstance(self.model, PreTrainedModel)
@@ -617,6 +619,7 @@ class _RecordedForward:
             fixed_logits=self._fixed_logits(logits),
             handed_shape=handed_shape,
             tokens=self.tokens,
+            positions=handed_shape[1] if len(handed_shape) == 3 and len(set(shapes)) == 1 else 0,
             outside_reads=tuple(sorted(functions.outside_reads)),
             takes_outer_gradient=functions.takes_outer_gradient,
             blocks_without_gradient=any(block.without_gradient for blocks in self.blocks for block in blocks),

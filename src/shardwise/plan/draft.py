@@ -234,7 +234,9 @@ class Draft:
         if not parallel.auto_partition:
             rest = -1 if parallel.default_partition is None else parallel.default_partition
             return [parallel.partition.get(block.name, rest) for block in blocks]
-        costs, first, last = block_costs(self.facts, self.data.sequence_length, parallel.memory_weight)
+        costs, first, last = block_costs(
+            self.facts, self.facts.positions(self.data.sequence_length), parallel.memory_weight
+        )
         fixed = max(0, self.facts.stages.first_blocks - 1)  # of the first stage, which has one more
         sizes = balance(costs[fixed:], stage_ranks(parallel), first + sum(costs[:fixed]), last)
         sizes[:1] = [fixed + size for size in sizes[:1]]

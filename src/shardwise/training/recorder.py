@@ -89,7 +89,7 @@ def _describe(assembled: AssembledJob) -> dict[str, Any]:
             "parameters": facts.parameters,
             "layers": facts.layers,
             "hidden_size": facts.hidden_size,
-            "model_flops_per_token (6P + 12Lsh)": facts.model_flops_per_token(plan.sequence_length),
+            "model_flops_per_token (6P + 12Lsh)": facts.model_flops_per_token(facts.positions(plan.sequence_length)),
             "smp_flops_per_token (8P)": facts.smp_flops_per_token(),
         },
         "data": {} if assembled.given_data is None else assembled.given_data.describe(),

@@ -30,11 +30,15 @@ def step_record(
     plan, facts = assembled.plan, assembled.facts
     per_second = result.count / seconds
     # What is computed are all positions, whichever of them are trained on.
-    reads_rows = plan.job.data.has_rows
+    pads = plan.job.data.has_rows or facts.sample_positions is not None
     sequences = plan.sequences_of(progress.step - 1)
-    computed = sequences * plan.sequence_length / seconds if reads_rows else per_second
-    tflops = computed * facts.model_flops_per_token(length) / plan.world.size / 1e12
+    computed = sequences * facts.positions(plan.sequence_length) / seconds if pads else per_second
     peak = plan.job.observe.peak_tflops or peak_tflops(plan.world.accelerator, plan.dtypes.compute)
+    flops: dict[str, float | None] = dict.fromkeys(("tflops_per_rank", "smp_tflops_per_rank", "mfu"))
+    if facts.sample_positions != 0:
+        tflops = computed * facts.model_flops_per_token(facts.positions(length)) / plan.world.size / 1e12
+        flops["tflops_per_rank"], flops["mfu"] = tflops, tflops / peak if peak else None
+        flops["smp_tflops_per_rank"] = computed * facts.smp_flops_per_token() / plan.world.size / 1e12
     record: Record = {
         "step": progress.step,
         "loss": result.loss,
@@ -42,9 +46,7 @@ def step_record(
         "learning_rate": learning_rate,
         "tokens": progress.tokens,
         "tokens_per_second": per_second,
-        "tflops_per_rank": tflops,
-        "smp_tflops_per_rank": computed * facts.smp_flops_per_token() / plan.world.size / 1e12,
-        "mfu": tflops / peak if peak else None,
+        **flops,
         **(result.figures or figures_of_step(assembled.model.device, seconds)),
         "skipped": result.skipped,
         "data_hash": progress.data_hash,

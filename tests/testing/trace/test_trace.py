@@ -387,6 +387,7 @@ HEALTHY: list[dict[str, Any]] = [
     {"parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2}},
     {"parallel": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "pipeline": "zero_bubble"}},
     {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "zbv"}},
+    {"parallel": {**PAIRS, "pipeline": "zero_bubble", "sequence_parallel": True}},
     {"parallel": {"pipeline_parallel_degree": 2, "pipeline": "dualpipev"}},
     {"parallel": {"context_parallel_degree": 4, "context_parallel_method": "ring"}},
     {"parallel": {"context_parallel_degree": 2, "sharded_data_parallel_degree": 2}},

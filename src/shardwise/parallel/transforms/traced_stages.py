@@ -141,7 +141,9 @@ class TracedForward:
 
     def _state(self, traced: ForwardTrace, name: str) -> Tensor:
         if name in traced.constants:
-            return traced.constants[name].to(self.tracer.device)
+            # Once: the copy is waited for.
+            constant = traced.constants[name] = traced.constants[name].to(self.tracer.device)
+            return constant
         owner, _, leaf = name.rpartition(".")
         tensor: Tensor = getattr(self.model.get_submodule(owner), leaf)
         return tensor

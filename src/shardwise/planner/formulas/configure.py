@@ -35,7 +35,7 @@ def configuration_of(
         model=shape or ModelShape.of(facts),
         cluster=cluster,
         stack=stack,
-        sequence=plan.sequence_length,
+        sequence=facts.positions(plan.sequence_length),
         microbatch=plan.microbatch,
         accumulation=plan.accumulation,
         virtual=len(plan.stages) // degrees[Axis.PIPELINE] if plan.stages else 1,

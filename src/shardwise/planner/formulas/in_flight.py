@@ -13,14 +13,15 @@ from shardwise.planner.formulas.timeline import tasks_of_rank
 
 
 class InFlight(NamedTuple):
-    """Microbatches that are held beside one forward or backward.
+    """Microbatches that are held beside one forward or backward, or behind weight gradients that were put off.
 
     Attributes:
         part: of the rank's stages, in order, the one that runs.
-        in_backward: it runs backward.
+        in_backward: it runs backward, or computes weight gradients.
         forwards: of each part, those that await their backward, this one's aside.
         weights: of each part, backwards whose weight gradients wait, this one's aside.
         done: of each part, True where a microbatch has left its weight gradients.
+        in_weights: it has computed those that were put off.
     """
 
     part: int
@@ -28,6 +29,7 @@ class InFlight(NamedTuple):
     forwards: tuple[int, ...]
     weights: tuple[int, ...]
     done: tuple[bool, ...]
+    in_weights: bool = False
 
 
 def without_stages(accumulates: bool) -> tuple[InFlight, ...]:
@@ -37,7 +39,7 @@ def without_stages(accumulates: bool) -> tuple[InFlight, ...]:
 
 @lru_cache(maxsize=256)
 def in_flight_of(rank: int, ranks: int, virtual: int, microbatches: int, schedule: str) -> tuple[InFlight, ...]:
-    """Return what rank `rank` of a pipeline holds in the forwards and backwards of a step, each such once."""
+    """Return what rank `rank` of a pipeline holds in the tasks of a step, each such once."""
     return tuple(dict.fromkeys(_each(rank, ranks, virtual, microbatches, schedule)))
 
 
@@ -49,10 +51,11 @@ def _each(rank: int, ranks: int, virtual: int, microbatches: int, schedule: str)
     for stage, _, kind in tasks:
         part = parts[stage]
         if kind == "weights":
-            weights[part] -= 1
-        else:
-            forwards[part] -= kind != "forward"
-            yield InFlight(part, kind != "forward", tuple(forwards), tuple(weights), tuple(done))
+            weights[part], done[part] = weights[part] - 1, True
+            yield InFlight(part, True, tuple(forwards), tuple(weights), tuple(done), in_weights=True)
+            continue
+        forwards[part] -= kind != "forward"
+        yield InFlight(part, kind != "forward", tuple(forwards), tuple(weights), tuple(done))
         forwards[part] += kind == "forward"
         waits = is_split and kind == "backward"
         weights[part] += waits

@@ -86,7 +86,10 @@ class _Step(RankMemory):
 
     def moments(self) -> Iterator[MemoryEstimate]:
         for in_flight in self.in_flight:
-            yield from self._in_backwards(in_flight) if in_flight.in_backward else self._in_forwards(in_flight)
+            if in_flight.in_weights:
+                yield self.behind_weights(in_flight)
+            else:
+                yield from self._in_backwards(in_flight) if in_flight.in_backward else self._in_forwards(in_flight)
         if self._waits:
             for index in (index for index in reversed(range(len(self.units))) if self.reached[index]):
                 yield self.in_reduction(index, self.at_end)
@@ -243,6 +246,12 @@ class _Step(RankMemory):
             + self._waiting_after(index),
             working=worse["working"],
         )
+
+    def behind_weights(self, in_flight: InFlight) -> MemoryEstimate:
+        """The end of weight gradients that were put off: they are there, and others wait."""
+        size = self.base("weight gradients", in_flight)
+        kept = self._held_whole(self.parts[in_flight.part].stop - 1, in_flight) if self.keeps_gathered else []
+        return replace(size, gathered=size.gathered + self._gathered(kept))
 
     def in_reduction(self, index: int, in_flight: InFlight) -> MemoryEstimate:
         """A unit's gradients beside the reduce-scatter input they are copied into; its parameters are freed."""

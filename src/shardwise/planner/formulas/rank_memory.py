@@ -52,7 +52,9 @@ class RankMemory:
         self.fsdp = plan.needs_fsdp
         self.keeps_gathered = plan.holds_whole or not plan.job.parallel.reshard_after_forward
         self.on_accelerator = plan.world.device_type != CPU
-        self.tokens = plan.microbatch * plan.positions
+        self.length = facts.positions(plan.sequence_length)
+        self.positions = plan.positions_of(self.length)
+        self.tokens = plan.microbatch * self.positions
         self.row = self.tokens * facts.hidden_size * self.compute  # one hidden state
         self.context, self.tensor = plan.degrees[Axis.CONTEXT], plan.degrees[Axis.TENSOR]
         self.between = self.row / self.tensor if plan.sequence_parallel else self.row  # and between regions
@@ -82,7 +84,7 @@ class RankMemory:
 
     @cached_property
     def in_flight(self) -> list[InFlight]:
-        """Forwards and backwards of the rank: of those of one part that find the same parts done, the fullest."""
+        """Tasks of the rank: of those of one part that find the same parts done, the fullest."""
         candidates = list(without_stages(self.plan.accumulation > 1))
         if self.stages:
             ranks, schedule = self.plan.degrees[Axis.PIPELINE], self.job.parallel.pipeline
@@ -93,7 +95,13 @@ class RankMemory:
             candidates = [in_flight for order in orders for in_flight in order]
         most: dict[object, InFlight] = {}
         for in_flight in candidates:
-            key = (in_flight.part, in_flight.in_backward, in_flight.done, self._reduces(in_flight))
+            key = (
+                in_flight.part,
+                in_flight.in_backward,
+                in_flight.in_weights,
+                in_flight.done,
+                self._reduces(in_flight),
+            )
             most[key] = max(most.get(key, in_flight), in_flight, key=self._others)
         return list(most.values())
 
@@ -289,11 +297,11 @@ class RankMemory:
         """Elements of the mask of isolated documents, or of pairs' completions; of windows and of gathered keys one for
         all rows."""
         if not self.plan.masks_rows:
-            return float(self.plan.positions * self.plan.sequence_length) if self._masked_share else 0.0
+            return float(self.positions * self.length) if self._masked_share else 0.0
         if self.job.isolates_documents or self.job.reads_pairs:
             ranks = self.context if self.plan.context_method == "ulysses" else 1
-            return float(self.tokens * ranks * self.plan.sequence_length)
-        return float(self.plan.positions * self.plan.sequence_length)
+            return float(self.tokens * ranks * self.length)
+        return float(self.positions * self.length)
 
     def _traffic(self, in_flight: InFlight) -> float:
         """A hidden state that arrives and a gradient that comes back, one at a time.
@@ -324,7 +332,7 @@ class RankMemory:
             return []
         shape = LocalMicrobatch(
             self.tokens,
-            self.plan.sequence_length,
+            self.length,
             self.compute,
             self._attention,
             facts.has_attention_dropout or bool(job.model.dropout),
@@ -360,7 +368,7 @@ class RankMemory:
         if self.plan.masks_rows:
             return 1.0
         in_ring = self.plan.context_method == "ring"
-        return self.facts.limited_share(self.plan.sequence_length) if self.plan.masks_whole and not in_ring else 0.0
+        return self.facts.limited_share(self.length) if self.plan.masks_whole and not in_ring else 0.0
 
     @property
     def _attention(self) -> Attention:

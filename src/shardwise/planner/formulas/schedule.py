@@ -33,7 +33,7 @@ def stage_shares(plan: Plan, facts: ModelFacts) -> list[StageShare]:
     between = facts.stages.between
     sizes = {block.name: block.parameters + between.get(n, 0) for n, block in enumerate(facts.blocks)}
     used = 1 - facts.idle_parameters / max(1, sum(block.parameters for block in facts.blocks))
-    attention = 12.0 * facts.attended(plan.sequence_length) * facts.attention_width
+    attention = 12.0 * facts.attended(facts.positions(plan.sequence_length)) * facts.attention_width
     last = len(plan.stages) - 1
     elements: Counter[int] = Counter()
     for name, stages in holders(plan, facts).items():

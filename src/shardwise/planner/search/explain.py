@@ -57,14 +57,15 @@ class Budget:
 
 def training_seconds(candidate: Candidate, tokens: float) -> float:
     """Return the seconds of so many tokens; smaller steps of a warm-up take longer for them, shorter sequences less."""
-    plan, seconds, samples = candidate.plan, 0.0, tokens / candidate.plan.sequence_length
+    plan, length, seconds = candidate.plan, candidate.configuration.sequence, 0.0
+    samples = tokens / length
     starts = {stage.first_sample for stage in plan.step_sizes.stages}
     starts |= {stage.first_sample for stage in plan.sequence_lengths.stages}
     for start, end in pairwise(sorted(starts)):
         steps = max(0.0, min(end, samples) - start) / plan.step_sizes.after(start)
         seconds += steps * predict(_warming_up(candidate, start)).step_seconds
     rest = max(0.0, samples - max(starts))
-    return seconds + rest * plan.sequence_length / candidate.tokens_per_second
+    return seconds + rest * length / candidate.tokens_per_second
 
 
 def _warming_up(candidate: Candidate, samples: int) -> TrainingConfiguration:
@@ -73,7 +74,7 @@ def _warming_up(candidate: Candidate, samples: int) -> TrainingConfiguration:
     return replace(
         candidate.configuration,
         accumulation=plan.accumulation_for(plan.step_sizes.after(samples)),
-        sequence=plan.sequence_lengths.after(samples),
+        sequence=candidate.configuration.sequence // plan.sequence_lengths.sequences_per_sample(samples),
         microbatch=plan.microbatch * plan.sequence_lengths.sequences_per_sample(samples),
     )
 

@@ -277,10 +277,11 @@ def sized_job(question: SearchQuestion) -> tuple[Job, list[str]]:
     job, ranks, notes = question.job, question.cluster.size, []
     changes: Changes = {}
     training, length = job.training, job.data.sequence_length
+    positions = question.facts.positions(length)
     if training.sequences_per_step is None and training.tokens_per_step is None:
         changes["training.sequences_per_step"] = sequences = _assumed(job, ranks)
         notes.append(
-            f"training.sequences_per_step is not set: {sequences:,} are assumed, {sequences * length:,} tokens"
+            f"training.sequences_per_step is not set: {sequences:,} are assumed, {sequences * positions:,} tokens"
         )
     elif training.tokens_per_step is not None:
         changes["training.sequences_per_step"] = training.tokens_per_step // length
