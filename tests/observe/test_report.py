@@ -173,6 +173,15 @@ def test_a_worse_model_is_said_to_be_worse(tmp_path: Path) -> None:
     assert "0.75 nats above unigram entropy" in Page(write_run(tmp_path, validation_loss=10.0)).text
 
 
+def test_a_loss_of_classes_is_of_labels(tmp_path: Path) -> None:
+    assert "nats per token" in write_run(tmp_path).read_text()
+    run = json.loads((tmp_path / "run.json").read_text())
+    run["job"]["model"]["task"] = "image_classification"
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    page = write_report(tmp_path).read_text()
+    assert "nats per label" in page and "nats per token" not in page
+
+
 def test_long_runs_are_thinned_and_smoothed() -> None:
     records = [step_record(step) for step in range(1, 10_001)]
     loss = make_charts(records, None)[0].figure

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
+from shardwise.job.tasks import TASKS
 from shardwise.observe.charts import Chart, figure_json, make_charts
 from shardwise.observe.display import duration, evaluation_metrics
 from shardwise.observe.metrics import Record, read_metrics
@@ -38,7 +39,8 @@ def write_report(output: Path) -> Path:
     run = _read_run(output / "run.json")
     records = read_metrics(output / "metrics.jsonl")
     is_cross_entropy = not _part(run, "job", "model").get("factory") and _part(run, "plan").get("objective") != "dpo"
-    unit = "nats per token" if is_cross_entropy else "loss"
+    task = TASKS.get(str(_part(run, "job", "model").get("task")))
+    unit = f"nats per {'label' if task and task.classifies else 'token'}" if is_cross_entropy else "loss"
     charts = make_charts(records, _number(_part(run, "result").get("unigram_entropy")), unit)
     template = Template(files("shardwise.observe").joinpath("report.html").read_text(encoding="utf-8"))
     page = template.substitute(

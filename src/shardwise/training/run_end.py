@@ -10,6 +10,7 @@ from shardwise.checkpoint.export import export_hugging_face
 from shardwise.checkpoint.writing import copy_chat_template, copy_processor
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.observe.callback import Callback, ObservedSession, reported
 from shardwise.observe.metrics import Record
 from shardwise.observe.output_disk import writing
@@ -153,7 +154,8 @@ class Summary(Callback):
                 f"skipped          {result['skipped']} of {result['steps']} steps: loss or gradients were not finite"
             )
         is_cross_entropy = not session.job.model.factory and not session.job.reads_pairs
-        unit = " nats a token" if is_cross_entropy else ""  # another loss is counted in what it likes
+        of = "label" if TASKS[session.job.model.task].classifies else "token"
+        unit = f" nats a {of}" if is_cross_entropy else ""  # another loss is counted in what it likes
         session.note(f"validation loss  {result['validation_loss']:.4f}{unit}")
         for name, value in result["metrics"].items():
             if name not in ("validation_loss", "training_loss"):
