@@ -58,6 +58,7 @@ class WeightGradients:
         if self.waits:
             self.pending.append(gradient)
         else:
+            gradient.begin()
             self._compute(gradient)
 
     def take(self) -> Callable[[], None]:
@@ -67,14 +68,13 @@ class WeightGradients:
         @torch.no_grad()
         def run() -> None:
             while taken:  # each lets go of what it needed before the next
-                for gradient in taken[:2]:
-                    gradient.begin()
+                for soon in taken[:2]:
+                    soon.begin()
                 self._compute(taken.pop(0))
 
         return run
 
     def _compute(self, gradient: WeightGradient) -> None:
-        gradient.begin()
         gradient.compute()
         if gradient.module in self.sums:
             self.sums[gradient.module]()

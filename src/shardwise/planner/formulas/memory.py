@@ -111,6 +111,8 @@ class _Step(RankMemory):
         part = self._range(self.parts[in_flight.part])
         for index in (index for index in reversed(part) if self.reached[index]):
             yield self.in_backward(index, in_flight)
+            if self.units[index].experts and not self.keeps_gathered:
+                yield self.gathering_experts(index, in_flight)
             if self._reduces(in_flight):
                 yield self.in_reduction(index, in_flight)
         if in_flight.part == 0:
@@ -215,36 +217,42 @@ class _Step(RankMemory):
         )
 
     def in_backward(self, index: int, in_flight: InFlight) -> MemoryEstimate:
-        """The worst moment inside the backward of a unit: its last block, everything before it still kept.
-
-        Experts that ranks share are gathered there, before their gradients are there.
-        """
+        """The worst moment inside the backward of a unit: its last block, everything before it still kept."""
         behind = () if self._waiting[index] else self._behind(index)  # or weight gradients come later
         size = self.base(f"backward of unit {index}", in_flight, behind, reduces=not self._waits)
         unit = self.units[index]
-        worst, gradients = self._backward
-        if self.facts.frozen:  # what the modules' own weights would have is not there
-            gradients = min(gradients, (unit.trained + unit.alone) * self.compute)
-        if self._waiting[index]:
-            gradients = 0.0
         gathered = self._held_whole(index, in_flight) if self.keeps_gathered else [unit]
         reduced = [self.units[behind] for behind in self._behind(index)[:1]] if self._reduces(in_flight) else []
         of_reduced = sum(one.trained - one.trained_experts for one in reduced) * self.reduction
-        own = {"unsharded_gradients": size.unsharded_gradients + self._head_of(in_flight) + gradients}
-        own |= {"working": worst - self._saved + self.between, "communication": 0.0}
-        begun = {"unsharded_gradients": size.unsharded_gradients + self._head_of(in_flight), "working": self.between}
-        begun |= {"communication": 0.0 if self.keeps_gathered else unit.experts * self.compute}
-        worse = max(own, begun, key=lambda held: sum(held.values()))
         return replace(
             size,
             gathered=size.gathered + self._gathered(gathered),
-            communication=self._prefetched(index) + self.fsdp * of_reduced + worse["communication"],
-            unsharded_gradients=worse["unsharded_gradients"],
+            communication=self._prefetched(index) + self.fsdp * of_reduced,
+            unsharded_gradients=size.unsharded_gradients + self._head_of(in_flight) + self._own_gradients(index),
             activations=size.activations
             + self.kept_before(index)
             + self.recomputed(index)
             + self._waiting_after(index),
-            working=worse["working"],
+            working=self._backward[0] - self._saved + self.between,
+        )
+
+    def _own_gradients(self, index: int) -> float:
+        """Bytes of a unit's gradients at the worst moment inside its backward."""
+        gradients, unit = self._backward[1], self.units[index]
+        if self._waiting[index]:
+            return 0.0
+        # Of frozen ones, what the modules' own weights would have is not there.
+        return min(gradients, (unit.trained + unit.alone) * self.compute) if self.facts.frozen else gradients
+
+    def gathering_experts(self, index: int, in_flight: InFlight) -> MemoryEstimate:
+        """Experts that ranks share arrive in the unit's backward, where it comes to them; no gradient is there yet."""
+        size, experts = self.in_backward(index, in_flight), self.units[index].experts
+        return replace(
+            size,
+            moment=f"gathering of unit {index}'s experts",
+            communication=size.communication + experts * self.compute,
+            unsharded_gradients=size.unsharded_gradients - self._own_gradients(index),
+            working=self.between,
         )
 
     def behind_weights(self, in_flight: InFlight) -> MemoryEstimate:

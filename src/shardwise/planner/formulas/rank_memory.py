@@ -95,13 +95,7 @@ class RankMemory:
             candidates = [in_flight for order in orders for in_flight in order]
         most: dict[object, InFlight] = {}
         for in_flight in candidates:
-            key = (
-                in_flight.part,
-                in_flight.in_backward,
-                in_flight.in_weights,
-                in_flight.done,
-                self._reduces(in_flight),
-            )
+            key = (in_flight._replace(forwards=(), weights=()), self._reduces(in_flight))
             most[key] = max(most.get(key, in_flight), in_flight, key=self._others)
         return list(most.values())
 
