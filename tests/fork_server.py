@@ -312,9 +312,9 @@ class _ForkInstead(context.ForkContext):
 
 
 class _Contexts(dict[str, context.BaseContext]):
-    """multiprocessing's contexts, with forks for spawned processes while this process can have any that run backward.
+    """multiprocessing's contexts, where `spawn` gives forks until this process has threads of autograd.
 
-    Where torch knows of devices, fake ones included, its first backward starts threads that a fork would not have.
+    Torch starts them in its first backward where it knows of devices, fake ones included; a fork would lack them.
     """
 
     def __getitem__(self, method: str) -> context.BaseContext:

@@ -29,6 +29,7 @@ from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.toy_inputs import toy_of_files
 from shardwise.testing.toy_samples import inputs_of_files
 from shardwise.training.setup import study
+from shardwise.training.step_record import flops_figures
 
 SEQUENCE, WINDOW = 64, 8
 PLAIN = ("llama", "qwen3_moe")
@@ -228,6 +229,18 @@ def test_flops_of_an_image_are_those_that_torch_counts() -> None:
     number = facts.positions(SEQUENCE)
     counted = counter.get_total_flops() / len(inputs["pixel_values"])
     assert number * facts.model_flops_per_token(number) == pytest.approx(counted, rel=0.1)
+
+
+def test_a_run_has_the_flops_of_the_positions_that_blocks_see() -> None:
+    job = sample_job("image_classification", "vit")
+    facts = study(job)
+    plan = resolve(job, World(2, "cpu", 2), facts)
+    found = flops_figures(plan, facts, 1000.0, SEQUENCE)
+    of_one = facts.model_flops_per_token(17)
+    assert of_one < facts.model_flops_per_token(SEQUENCE)
+    assert found["tflops_per_rank"] == pytest.approx(500 * of_one / 1e12)
+    unknown = flops_figures(plan, replace(facts, sample_positions=0), 1000.0, SEQUENCE)
+    assert unknown.keys() == found.keys() and set(unknown.values()) == {None}
 
 
 def test_a_plan_of_images_counts_their_positions() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 from rich.console import Console
 
 from shardwise.commands.cli import main
@@ -52,6 +53,7 @@ from shardwise.planner.search.search import (
 )
 from shardwise.planner.search.search_report import layout_explanation, ranking_table, search_remarks
 from shardwise.planner.search.space import SearchSpace, changed_job, thinned
+from shardwise.testing.toy_configs import toy_config
 
 ON_DEVICE = ("--memory.offload_parameters", "false", "--memory.offload_optimizer", "0")
 LLAMA = {
@@ -365,3 +367,26 @@ def test_rows_that_are_here_say_their_format(
     code, _, error = plan(capsys, "--model", config(tmp_path), *keys)
     assert (code == 0) == is_there, error
     assert is_there or "does not exist" in error
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_images_that_are_here_say_their_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_there: bool
+) -> None:
+    """From the model's config alone: a plan needs no weights."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(toy_config("vit", image_size=16, patch_size=8)))
+    if is_there:
+        (tmp_path / "images" / "cat").mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (16, 16)).save(tmp_path / "images" / "cat" / f"{number}.png")
+    processor = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
+    job = {
+        "model": {"path": str(tmp_path / "model"), "task": "image_classification", "labels": ["cat", "dog"]},
+        "data": {"path": str(tmp_path / "images"), "processor": processor},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    code, out, error = plan(capsys, str(tmp_path / "job.yaml"), "--cluster", "dgx-h100:1")
+    assert code == 0, error
+    assert ("a sample is counted as 5 tokens" in out + error) == is_there
+    assert ("samples are counted as data.sequence_length" in out + error) != is_there

@@ -106,7 +106,7 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
     from shardwise.model.discover import discover
     from shardwise.planner.constants.inventory import cluster
     from shardwise.planner.search.search import SearchQuestion
-    from shardwise.training.setup import study
+    from shardwise.training.setup import study, study_shapes
 
     notes: list[str] = []
     if options.model is not None:
@@ -115,8 +115,12 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
     job, more = read_job(options.job, keys)
     job = _with_known_format(job)
     notes += more
-    reads_data = gives_samples(job) and (options.trace or (TASKS[job.model.task].reads_files and _is_here(job)))
-    facts = study(job) if reads_data else discover(build_model(job), job)
+    if options.trace and gives_samples(job):
+        facts = study(job)
+    elif TASKS[job.model.task].reads_files and _is_here(job):
+        facts = study_shapes(job)
+    else:
+        facts = discover(build_model(job), job)
     if options.model is not None and "sequence_length" not in job.data.model_fields_set:
         length = min(PRESET_POSITIONS, facts.max_positions or PRESET_POSITIONS)
         job = job.model_copy(update={"data": job.data.model_copy(update={"sequence_length": length})})

@@ -45,6 +45,11 @@ class ModelTask:
         return self.labels == "classes"
 
     @property
+    def counted(self) -> str:
+        """What a loss is a mean over, in a word."""
+        return "label" if self.classifies else "token"
+
+    @property
     def reads_files(self) -> bool:
         """True where rows name files of images or of sound, which are read as they are trained on."""
         return self.samples in ("images", "speech", "chat")

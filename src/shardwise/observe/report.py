@@ -40,7 +40,7 @@ def write_report(output: Path) -> Path:
     records = read_metrics(output / "metrics.jsonl")
     is_cross_entropy = not _part(run, "job", "model").get("factory") and _part(run, "plan").get("objective") != "dpo"
     task = TASKS.get(str(_part(run, "job", "model").get("task")))
-    unit = f"nats per {'label' if task and task.classifies else 'token'}" if is_cross_entropy else "loss"
+    unit = f"nats per {task.counted if task else 'token'}" if is_cross_entropy else "loss"
     charts = make_charts(records, _number(_part(run, "result").get("unigram_entropy")), unit)
     template = Template(files("shardwise.observe").joinpath("report.html").read_text(encoding="utf-8"))
     page = template.substitute(

@@ -154,8 +154,8 @@ class Summary(Callback):
                 f"skipped          {result['skipped']} of {result['steps']} steps: loss or gradients were not finite"
             )
         is_cross_entropy = not session.job.model.factory and not session.job.reads_pairs
-        of = "label" if TASKS[session.job.model.task].classifies else "token"
-        unit = f" nats a {of}" if is_cross_entropy else ""  # another loss is counted in what it likes
+        counted = TASKS[session.job.model.task].counted
+        unit = f" nats a {counted}" if is_cross_entropy else ""  # another loss is counted in what it likes
         session.note(f"validation loss  {result['validation_loss']:.4f}{unit}")
         for name, value in result["metrics"].items():
             if name not in ("validation_loss", "training_loss"):

@@ -136,9 +136,8 @@ def study(job: Job, unstaged: ModelFacts | None = None) -> ModelFacts:
     again.
     """
     data = prepare(job) if gives_samples(job) else None
-    example = None if data is None else _example(job, data)
     model = build_model(job)
-    facts = unstaged or discover(model, job, example)
+    facts = unstaged or discover(model, job, None if data is None else _example(job, data))
     if job.model.factory is not None:
         facts = with_row_coupling(job, model, facts, data, partial(_constructed_weights, job))
     if job.parallel.pipeline_parallel_degree > 1:
@@ -339,6 +338,11 @@ def make_stream(plan: Plan, layout: Layout, data: TokenData) -> Stream:
 def _constructed_weights(job: Job) -> dict[str, Tensor]:
     with drawing_from(job.training.seed):
         return {name: parameter.detach() for name, parameter in user_factory(job)().named_parameters()}
+
+
+def study_shapes(job: Job) -> ModelFacts:
+    """Return the structure of the job's model, as the first rows of its samples show it; no weights are looked for."""
+    return discover(build_model(job), job, _example(job, prepare(job)))
 
 
 def _example(job: Job, data: TokenData, rows: int = ROWS) -> dict[str, Tensor]:

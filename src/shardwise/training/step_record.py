@@ -5,7 +5,9 @@ from __future__ import annotations
 from shardwise.checkpoint.manifest import Progress
 from shardwise.data.streaming.loader import ALONE, position_key
 from shardwise.data.token_data import TokenData
+from shardwise.model.facts import ModelFacts
 from shardwise.observe.metrics import Record
+from shardwise.plan.plan import Plan
 from shardwise.planner.constants.hardware import peak_tflops
 from shardwise.training.rank_figures import figures_of_step
 from shardwise.training.setup import AssembledJob
@@ -29,16 +31,10 @@ def step_record(
     """
     plan, facts = assembled.plan, assembled.facts
     per_second = result.count / seconds
+    sequences = plan.sequences_of(progress.step - 1)
     # What is computed are all positions, whichever of them are trained on.
     pads = plan.job.data.has_rows or facts.sample_positions is not None
-    sequences = plan.sequences_of(progress.step - 1)
     computed = sequences * facts.positions(plan.sequence_length) / seconds if pads else per_second
-    peak = plan.job.observe.peak_tflops or peak_tflops(plan.world.accelerator, plan.dtypes.compute)
-    flops: dict[str, float | None] = dict.fromkeys(("tflops_per_rank", "smp_tflops_per_rank", "mfu"))
-    if facts.sample_positions != 0:
-        tflops = computed * facts.model_flops_per_token(facts.positions(length)) / plan.world.size / 1e12
-        flops["tflops_per_rank"], flops["mfu"] = tflops, tflops / peak if peak else None
-        flops["smp_tflops_per_rank"] = computed * facts.smp_flops_per_token() / plan.world.size / 1e12
     record: Record = {
         "step": progress.step,
         "loss": result.loss,
@@ -46,7 +42,7 @@ def step_record(
         "learning_rate": learning_rate,
         "tokens": progress.tokens,
         "tokens_per_second": per_second,
-        **flops,
+        **flops_figures(plan, facts, computed, length),
         **(result.figures or figures_of_step(assembled.model.device, seconds)),
         "skipped": result.skipped,
         "data_hash": progress.data_hash,
@@ -64,6 +60,20 @@ def step_record(
         read = sources_read(assembled.given_data, progress)
         record |= {f"passes/{name}": source["passes"] for name, source in read.items()}
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
+
+
+def flops_figures(plan: Plan, facts: ModelFacts, positions: float, length: int) -> dict[str, float | None]:
+    """Return the TFLOPs of so many positions a second, in sequences of `length`; None where nobody knows how many."""
+    if facts.sample_positions == 0:
+        return dict.fromkeys(("tflops_per_rank", "smp_tflops_per_rank", "mfu"))
+    per_rank = positions / plan.world.size / 1e12
+    tflops = per_rank * facts.model_flops_per_token(facts.positions(length))
+    peak = plan.job.observe.peak_tflops or peak_tflops(plan.world.accelerator, plan.dtypes.compute)
+    return {
+        "tflops_per_rank": tflops,
+        "smp_tflops_per_rank": per_rank * facts.smp_flops_per_token(),
+        "mfu": tflops / peak if peak else None,
+    }
 
 
 def sources_read(data: TokenData, progress: Progress) -> dict[str, dict[str, float]]:
