@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shardwise.commands.train import train
 from shardwise.errors import ConfigError, LegalityError, MachineError, WorkerError
 from shardwise.errors.exit_codes import FAULT
-from shardwise.launch import local
+from shardwise.launch import agent, local
 from shardwise.launch.diagnosis import UNGUARDED_EXIT
 from shardwise.launch.local import run_local
 from shardwise.launch.process_group import process_group
@@ -174,15 +174,18 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def run_local_with_haste(*arguments: Any) -> list[Any]:
-    """Run it with little time between SIGTERM and SIGKILL."""
+def run_local_with_haste(torch_is_first: bool, *arguments: Any) -> list[Any]:
+    """Run it with little time between SIGTERM and SIGKILL; torch may be the first to see a failure."""
     local.SHUTDOWN_SECONDS = 1
+    if torch_is_first:
+        agent.exit_code = lambda pid: None
     return run_local(*arguments)
 
 
-def test_what_a_killed_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torch_is_first", [False, True])
+def test_what_a_killed_rank_has_forked_ends_with_it(torch_is_first: bool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 failed:(.|\n)*ValueError: boom"):
-        call(run_local_with_haste, fork_and_wait, (tmp_path,), 2)
+        call(run_local_with_haste, torch_is_first, fork_and_wait, (tmp_path,), 2)
     kept, orphan = (int((tmp_path / name).read_text()) for name in ("kept", "orphan"))
     try:
         wait_until(lambda: has_ended(orphan))
@@ -190,6 +193,12 @@ def test_what_a_killed_rank_has_forked_ends_with_it(tmp_path: Path) -> None:
     finally:
         for pid in filter(psutil.pid_exists, (kept, orphan)):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_a_child_that_somebody_has_waited_for_has_no_exit_code() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert agent.exit_code(child.pid) is None
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank() -> None:

@@ -46,7 +46,7 @@ class ModelTask:
 
     @property
     def counted(self) -> str:
-        """What a loss is a mean over, in a word."""
+        """Word for what a loss is a mean over."""
         return "label" if self.classifies else "token"
 
     @property

@@ -8,6 +8,7 @@ are ended with SIGKILL as soon as one of them is gone.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -52,7 +53,11 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with interrupts_held_back(), results_over_pipes():
-            return super()._start_workers(worker_group)
+            pids = super()._start_workers(worker_group)
+        for process in multiprocessing.active_children():
+            if process.pid in pids.values():  # torch terminates the others where it is the first to see a failure
+                descendants.end_with(process)
+        return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Raises the run's error, or SignalException, where there is to be no other attempt."""
@@ -111,11 +116,15 @@ class Agent(LocalElasticAgent):
 def exit_code(pid: int) -> int | None:
     """Return a child's exit code (minus the signal that killed it), or None while it runs. Torch can still wait for it.
 
-    Where there is no `waitid` (macOS before Python 3.13), None: torch then finds it.
+    None too where torch is left to find it: without `waitid` (macOS before Python 3.13), and for a child that ended
+    while others were started, since multiprocessing has waited for it by then.
     """
     if not hasattr(os, "waitid"):
         return None
-    state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    try:
+        state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
     if state is None:
         return None
     return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status

@@ -6,8 +6,10 @@ A process pool of a user's script, say, waits for work for ever, and holds the l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.process import BaseProcess
 
 import psutil
 
@@ -25,6 +27,16 @@ def ended_too(pids: Iterable[int]) -> Iterator[None]:
         for process in left:
             with suppress(psutil.NoSuchProcess):  # psutil compares start times, so a pid used again counts as gone
                 process.kill()
+
+
+def end_with(process: BaseProcess) -> None:
+    """Lets the descendants of `process` end with it where code of others calls its `terminate`."""
+    process.terminate = partial(_end_both, process, process.terminate)  # type: ignore[method-assign]
+
+
+def _end_both(process: BaseProcess, terminate: Callable[[], None]) -> None:
+    with ended_too([process.pid] if process.pid else []):
+        terminate()
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
