@@ -151,7 +151,9 @@ SOME = JOBS // 48
 
 
 @pytest.mark.parametrize(
-    ("first", "end"), [(0, SOME), pytest.param(SOME, JOBS, marks=pytest.mark.slow)], ids=["some", "others"]
+    ("first", "end"),
+    [(0, SOME), pytest.param(SOME, JOBS, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ids=["some", "others"],
 )
 def test_random_legal_jobs_run(world_pool: WorldPool, corpora: Path, first: int, end: int) -> None:
     drawn: dict[int, list[Drawn]] = defaultdict(list)

@@ -167,7 +167,9 @@ def hash_of_samples(hashes: list[int], data_ranks: int) -> int | str:
     rank = dist.get_rank()
     is_first = rank == 0 or data_ranks == 2
     layout = mock.Mock(data_ranks=data_ranks, is_first_of_rows=is_first)
-    model = mock.Mock(is_reporting_rank=is_first, layout=layout, device=CPU)
+    # What ranks that share rows read is summed in host memory, wherever the model is: none has to be waited for.
+    device = CPU if data_ranks == 2 else torch.device("meta")
+    model = mock.Mock(is_reporting_rank=is_first, layout=layout, device=device)
     try:
         control = exchange_control(model, ControlMessage(3, 3, 0, 0, hashes[rank]))
         is_read = control.on_device is None  # ranks that share no rows leave it to the read behind backward

@@ -35,6 +35,7 @@ from shardwise.checkpoint.storage_write import (
     safetensors_header,
 )
 from shardwise.checkpoint.stores import Store
+from shardwise.collectives.carriers import carries_host_memory
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.job.devices import copies_aside
 from shardwise.kernels.precision import LossScaler
@@ -204,7 +205,7 @@ def claim(store: Store) -> str:
     run, problem = said
     if problem:
         raise CheckpointError(f"checkpoint.directory={store.root!r} cannot be written: {problem}")
-    device = accelerator.available() if dist.get_backend() in ("nccl", "xccl") else accelerator.HOST
+    device = accelerator.HOST if carries_host_memory() else accelerator.available()
     unseen = torch.tensor(int(not _sees(store, run)), device=device)
     dist.all_reduce(unseen)
     if int(unseen):

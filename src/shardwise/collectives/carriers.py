@@ -53,6 +53,12 @@ class GroupMember:
         return replace(self, store=store, rank=ranks.index(self.rank), members=tuple(self.members[r] for r in ranks))
 
 
+def carries_host_memory() -> bool:
+    """Return whether the group of all ranks takes tensors in host memory; over NCCL alone it does not."""
+    parts = dist.get_backend_config().split(",")
+    return any(part.startswith("cpu:") for part in parts)
+
+
 def make(name: str, member: GroupMember) -> dist.ProcessGroup:
     """A process group whose tensors `name` carries; beside NCCL, Gloo carries those of the CPU."""
     backends = {"cpu": _backend(GLOO if name == NCCL else name, member)}

@@ -84,6 +84,7 @@ class DropoutScope:
     `documents` [B, S] numbers each position's document where attention must not cross them; masks of attention read it.
     `counted` [B] is False for rows that repeat others; routers of experts read it.
     `first_row` is the first of `rows`, where generators are seeded for what modules draw by themselves.
+    `numbers_positions` is set where the model numbers the positions of a row from first to last.
     """
 
     seed: int
@@ -100,6 +101,7 @@ class DropoutScope:
     documents: Tensor | None = None
     counted: Tensor | None = None
     first_row: int | None = None
+    numbers_positions: bool = False
 
     def snapshot(self) -> DropoutScope:
         """Return a copy to recompute under: same masks again, whatever ran in between."""

@@ -25,6 +25,7 @@ from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.gradient_hooks import GradientHook
+from shardwise.model.row_positions import numbers_positions
 from shardwise.parallel.averaged_weights import AveragedWeights
 from shardwise.parallel.context import ContextParallel, SequenceShard, Sides
 from shardwise.parallel.deferred_head import DeferredHead
@@ -666,6 +667,7 @@ class ParallelModel:
             documents=documents,
             counted=getattr(microbatch, "counted", None),
             first_row=int(microbatch.rows[0]) if self.facts.may_draw and len(microbatch.rows) else None,
+            numbers_positions=numbers_positions(self.module, getattr(microbatch, "inputs", None)),
         )
         with dropout_scope(scope), scope.seeded(""):
             yield

@@ -2,8 +2,8 @@
 
 The loss is (sum, count). One control all-reduce before the step carries the count of labels and the ranks' flags; the
 normalisation is the seed of backward; one all-reduce after backward carries gradient norm and loss. There a host waits
-for its accelerator, once, and prepares the next step while the accelerator updates. Ranks that work on the same rows
-wait ahead of the step as well: they may not begin on unequal ones.
+for its accelerator, once, and prepares the next step while the accelerator updates. Hosts of ranks that work on the
+same rows wait for each other ahead of the step as well: they may not begin on unequal ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch_compat import accelerator
+from shardwise.collectives.carriers import carries_host_memory
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.data.batch import Batch, moved, wrap
@@ -261,7 +262,9 @@ def exchange_control(model: ParallelModel, message: ControlMessage) -> Control:
     unequal = wrap(data_hash * others if model.layout.is_first_of_rows else -data_hash)
     # A wish to stop or a failure may come from any rank.
     values = [labels if reports else 0, samples if reports else 0, stop, failed, data_hash if reports else 0, unequal]
-    control = moved(torch.tensor(values, dtype=torch.int64), model.device)
+    # A host that reads the sum need not wait for its accelerator, which may still be at the last update.
+    on_host = others and carries_host_memory()
+    control = moved(torch.tensor(values, dtype=torch.int64), accelerator.HOST if on_host else model.device)
     with CONTROL:
         dist.all_reduce(control)
     if not others:

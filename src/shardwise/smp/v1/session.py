@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.collectives.carriers import carries_host_memory
 from shardwise.errors import ConfigError
 from shardwise.job.axes import axis_degrees, one_copy_axes
 from shardwise.kernels.precision import without_instructions
@@ -209,7 +210,7 @@ class SmpSessionV1(SmpSession):
 
 def _check_host_memory() -> None:
     """Refuse a group over NCCL alone: messages, and what is agreed on, lie in host memory, which it does not carry."""
-    if dist.get_backend() == "nccl":
+    if not carries_host_memory():
         raise ConfigError(
             "smp.init: the script has joined its ranks over NCCL, which carries no tensors in host memory, and SMP's "
             "messages lie there; call smp.init() before init_process_group, or give that 'cpu:gloo,cuda:nccl'"

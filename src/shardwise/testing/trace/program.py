@@ -53,6 +53,7 @@ class Call(NamedTuple):
         batch: messages of one batch have the same.
         root: of a broadcast, its place in the group.
         is_apart: it is FSDP2's, which computation waits for where it is used alone.
+        on_host: its tensors are in host memory, and the host waits for it.
     """
 
     number: int
@@ -67,6 +68,7 @@ class Call(NamedTuple):
     batch: int | None = None
     root: int | None = None
     is_apart: bool = False
+    on_host: bool = False
 
     @property
     def is_message(self) -> bool:

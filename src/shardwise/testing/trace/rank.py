@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import masking_utils
 
 from shardwise._torch_compat.fsdp2 import units_made_in
 from shardwise._torch_compat.groups import fake_store
@@ -28,6 +27,7 @@ from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.errors import MachineError
 from shardwise.job.axes import Axis
 from shardwise.job.devices import CPU, Feature, add_device_kind
+from shardwise.model import row_positions
 from shardwise.model.build import build_model
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.apply import parallelize
@@ -232,9 +232,9 @@ def recorder_of(model: ParallelModel, modules: Iterable[nn.Module], storages: St
 
 @contextmanager
 def one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
-    """Answer transformers, which asks whether positions start anew inside a sequence, as they do in isolated documents.
+    """Answer transformers where it reads whether positions start anew inside a sequence, as in isolated documents.
 
-    It reads that from a value, of other tensors than fake ones.
+    It does not read that from fake tensors.
     """
     if plan.job.isolates_documents:
         yield
@@ -243,7 +243,7 @@ def one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
     def never(positions: torch.Tensor) -> None:
         recorder.note_read("transformers/masking_utils.py:find_packed_sequence_indices")
 
-    with mock.patch.object(masking_utils, "find_packed_sequence_indices", never):
+    with mock.patch.object(row_positions, "from_values", never):
         yield
 
 

@@ -321,8 +321,7 @@ class RankRecorder(TorchDispatchMode):
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Return a value that a host asks for: the known one, or to our code and torch's the answer."""
-        on_host = self._has_host and not self._storages.counts(args[0])
-        frame = _caller()
+        on_host, frame = self._is_on_host(args[0]), _caller()
         if not on_host:
             self.note_read(place_of(frame))
         try:
@@ -332,13 +331,17 @@ class RankRecorder(TorchDispatchMode):
                 raise
             return self.answer
 
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return self._has_host and not self._storages.counts(tensor)
+
     def _listed(self, tensor: Tensor) -> Any:
         """Return the values of a tensor, for which a host asks at once."""
         known = None if self.known is None else self.known.value_of(tensor)
         frame = _caller()
         if known is None and is_users_file(frame.f_code.co_filename):
             raise DataDependentOutputException(read_scalar)
-        self.note_read(place_of(frame))
+        if not self._is_on_host(tensor):
+            self.note_read(place_of(frame))
         return _nested([*tensor.shape], self.answer) if known is None else known.tolist()
 
     def note_read(self, line: str) -> None:
@@ -418,6 +421,7 @@ class RankRecorder(TorchDispatchMode):
             self._calls, operation, group_name(group), self._partition(group), _bytes(args),
             "" if name is None else name.unit, block, line, peer, self._batch if is_message else None, root,
             name is not None and name.group in OF_UNITS,
+            all(self._is_on_host(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)),
         )  # fmt: skip
 
     def _partition(self, group: dist.ProcessGroup) -> int:

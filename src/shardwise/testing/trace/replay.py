@@ -228,6 +228,9 @@ class Replay(RankWorld):
         call = turn.calls[0]
         if call.is_apart and not entry.at_use:
             return
+        if call.on_host:
+            clock.host = max(clock.host, turn.done)
+            return
         waited = max(0.0, turn.done - max(clock.computation, clock.host))
         clock.computation = max(clock.computation, turn.done)
         if entry.at_use:
@@ -249,6 +252,9 @@ class Replay(RankWorld):
 
     def issued(self, rank: RankState, turn: Turn) -> None:
         clock, call = self.clocks[rank.number], turn.calls[0]
+        if call.on_host:
+            turn.ready = clock.host
+            return
         if call.is_apart and call.operation == "all_gather":
             turn.ready = max(clock.host, clock.used)
             return
