@@ -61,12 +61,17 @@ class DirectRoutes:
 
     @classmethod
     def even(cls, unit: str, group: dist.ProcessGroup, number: int, experts: Tensor, kept: KeptRows) -> DirectRoutes:
-        """Return those of a traced job, which knows no routes: each expert gets as many rows."""
+        """Return those of a traced job, which knows no routes: each expert gets as many rows.
+
+        They are agreed on as `of` does it, so that the trace sees its call and its wait.
+        """
         rows, ranks = experts.numel(), group.size()
         sizes = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
-        counts = torch.full((ranks, number // ranks), rows // number, device=experts.device)
         name = CollectiveName(unit, group_name(group), "all_to_all_single")
-        return cls._of(RowExchange(group, name, sizes, sizes), counts, experts, kept)
+        counts = torch.full((number,), rows // number, device=experts.device)
+        received = exchange_counts(counts, group, name)
+        torch.stack([counts.view(ranks, -1).sum(1), received.sum(1)]).tolist()
+        return cls._of(RowExchange(group, name, sizes, sizes), received, experts, kept)
 
     @classmethod
     def _of(cls, exchange: RowExchange, counts: Tensor, experts: Tensor, kept: KeptRows) -> DirectRoutes:
