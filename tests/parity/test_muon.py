@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def muon_job(corpora: Path, family: str = "gpt2", **sections: Any) -> Job:
     optimizer = MUON | sections.pop("optimizer", {})
-    config = FOUR_EXPERTS if family == "mixtral" else {}
+    config = sections.pop("config", FOUR_EXPERTS if family == "mixtral" else {})
     return tensor_job(corpora, family, layers=2, config=config, optimizer=optimizer, **sections)
 
 
@@ -48,6 +48,10 @@ def verified(pool: WorldPool, ranks: int, job: Job) -> VerifyReport:
 def test_layouts_agree_with_one_process(world_pool: WorldPool, corpora: Path, layout: str) -> None:
     family, ranks, parallel = LAYOUTS[layout]
     verified(world_pool, ranks, muon_job(corpora, family, parallel=parallel))
+
+
+def test_a_rank_that_has_nothing_of_a_matrix_takes_part(world_pool: WorldPool, corpora: Path) -> None:
+    verified(world_pool, 4, muon_job(corpora, config={"n_inner": 5}))  # two rows on each of the first ranks
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -99,7 +99,11 @@ class ShardedOptimizer:
         for kind, own in kinds.items():
             of_kind = [pair for pair in self.locals if chosen.get(pair[0].name, default).kind == kind]
             on_device = [pair for pair in of_kind if self.host is None or pair[0].name not in self.host]
-            members.append(make_torch_optimizer(own, list(self._torch_groups(on_device, default, chosen)), device))
+            member = make_torch_optimizer(own, list(self._torch_groups(on_device, default, chosen)), device)
+            if isinstance(member, SliceOptimizer):
+                trained = (entry.name for entry in self.entries if entry.parameter.requires_grad)
+                member.names = {name for name in trained if chosen.get(name, default).kind == kind}
+            members.append(member)
             if self.host is not None:
                 for unit in self.host.units(of_kind, is_reference(own.name)):
                     groups = list(self._torch_groups(unit, default, chosen))

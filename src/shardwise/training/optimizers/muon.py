@@ -127,9 +127,8 @@ class Muon(SliceOptimizer):
             holdings = {task.name: [Region(part, part)] for task in tasks for part in [_all(task.matrix)]}
             return MatrixExchange(None, [holdings], tasks, self.dtype, next(iter(slices.values())).device)
         ways, tensors = model.plan.orthogonalized, model.tensor_map
-        # Another Muon, with other options, may have some of the plan's matrices.
-        members = {self.entry(parameter).name for group in self.param_groups for parameter in group["params"]}
-        names = [entry.name for entry in tensors if entry.name in members]
+        # Another Muon, with other options, may have some of the plan's matrices, and other ranks what is not here.
+        names = [entry.name for entry in tensors if entry.name in self.names]
         ranks = map(model.layout.seen_from, dist.get_process_group_ranks(self._stage))
         everyone = [{name: tensors[name].regions_at(rank) for name in names} for rank in ranks]
         named = [(name, matrix) for name in names for matrix in matrices_of(model.facts, name)]

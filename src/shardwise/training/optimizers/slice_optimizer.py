@@ -7,7 +7,7 @@ groups it may use for what slices have to agree on. Every rank steps at the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class SliceOptimizer(torch.optim.Optimizer):
     """
 
     model: ParallelModel | None = None  # set by `place`
+    names: Collection[str] = ()  # of what it updates on any rank of the stage; set by `ShardedOptimizer`
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._entries: dict[nn.Parameter, ParameterEntry] = {}
