@@ -20,12 +20,12 @@ from shardwise.collectives.tensor import sum_together
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis, data_axes
 from shardwise.job.objects import user_code
+from shardwise.kernels.attention.row_positions import numbers_positions
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
 from shardwise.kernels.linear import WeightGradients
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.facts import ModelFacts
 from shardwise.model.gradient_hooks import GradientHook
-from shardwise.model.row_positions import numbers_positions
 from shardwise.parallel.averaged_weights import AveragedWeights
 from shardwise.parallel.context import ContextParallel, SequenceShard, Sides
 from shardwise.parallel.deferred_head import DeferredHead

@@ -27,7 +27,7 @@ from shardwise._torch_compat.tracing import FakeTensorMode
 from shardwise.errors import MachineError
 from shardwise.job.axes import Axis
 from shardwise.job.devices import CPU, Feature, add_device_kind
-from shardwise.model import row_positions
+from shardwise.kernels.attention import row_positions
 from shardwise.model.build import build_model
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.apply import parallelize

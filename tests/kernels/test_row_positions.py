@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from benchmarks import coverage
+from shardwise.kernels.attention import row_positions
+from shardwise.kernels.attention.row_positions import QUESTION, numbers_positions, sequence_numbers
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
-from shardwise.model import row_positions
-from shardwise.model.row_positions import QUESTION, numbers_positions, sequence_numbers
 
 ANEW = torch.tensor([[0, 1, 2, 0, 1]])
 
