@@ -413,6 +413,7 @@ class RankRecorder(TorchDispatchMode):
         raw = func._opname
         operation = OPERATIONS.get(raw, raw.rstrip("_"))
         numbers = [value for value in args if type(value) is int]
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         is_message = operation in POINT_TO_POINT
         peer = (numbers[0] - group.rank()) % group.size() if is_message else None
         root = numbers[0] if operation == "broadcast" else None
@@ -421,7 +422,7 @@ class RankRecorder(TorchDispatchMode):
             self._calls, operation, group_name(group), self._partition(group), _bytes(args),
             "" if name is None else name.unit, block, line, peer, self._batch if is_message else None, root,
             name is not None and name.group in OF_UNITS,
-            all(self._is_on_host(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)),
+            bool(tensors) and all(map(self._is_on_host, tensors)),
         )  # fmt: skip
 
     def _partition(self, group: dist.ProcessGroup) -> int:

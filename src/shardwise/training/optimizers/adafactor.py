@@ -94,7 +94,7 @@ class Adafactor(SliceOptimizer):
     def place(self, entries: Mapping[nn.Parameter, ParameterEntry], model: ParallelModel | None) -> None:
         """Say where each parameter stands. Collective: the ranks of a stage get a group."""
         super().place(entries, model)
-        self._cut = [] if model is None else [e for e in model.tensor_map if e.parameter.requires_grad and _is_cut(e)]
+        self._cut = [] if model is None else [e for e in model.tensor_map if e.name in self.names and _is_cut(e)]
         if model is not None:
             self._ranks = model.layout.group(*data_axes(), Axis.TENSOR)
 
