@@ -20,7 +20,7 @@ from shardwise.checkpoint.export import export_checkpoint, restore_config
 from shardwise.checkpoint.manifest import FILE, Manifest, Progress
 from shardwise.checkpoint.stores import open_store
 from shardwise.checkpoint.whole import WholeTensors
-from shardwise.errors import CheckpointError, OutputError
+from shardwise.errors import CheckpointError, ModelError, OutputError
 from shardwise.job.schema import Job
 from shardwise.observe.memory import LiveBytes
 from shardwise.testing.world import WorldPool
@@ -167,10 +167,11 @@ def test_what_is_refused(gpt2: Gpt2, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
-def _manifest(**content: Any) -> Manifest:
+def _manifest(job: Any = None, **content: Any) -> Manifest:
     return Manifest(
-        progress=Progress(), optimizer="SGD", tensors={}, files={}, job={}, plan={}, data={}, written="", **content
-    )
+        progress=Progress(), optimizer="SGD", tensors={}, files={}, job=job or {}, plan={}, data={}, written="",
+        **content,
+    )  # fmt: skip
 
 
 def test_configs_come_back() -> None:
@@ -183,6 +184,29 @@ def test_configs_come_back() -> None:
     broken = {"model_type": "gpt2", "id2label": {"zero": "a"}}
     with pytest.raises(CheckpointError, match=r"model_type='gpt2', written with transformers 9.9\) cannot be read"):
         restore_config(_manifest(config=broken, versions={"transformers": "9.9"}))
+
+
+def test_code_that_a_checkpoint_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, ran = tmp_path / "base", tmp_path / "ran"
+    base.mkdir()
+    parts = {name: f"code.{name.removeprefix('Auto')}" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    (base / "config.json").write_text(json.dumps({"model_type": "their_own", "auto_map": parts}))
+    (base / "code.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")
+    (tmp_path / "named.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"trust_remote_code": True}, r"base brings code of its own.*--trust-remote-code"),
+        ({"factory": "named:build"}, "names both named:build and a directory"),
+    )
+    for model, says in refused:
+        manifest = _manifest(versions={}, job={"model": {"path": str(base), **model}})
+        with pytest.raises(CheckpointError, match=says):
+            export.open_base(manifest, trust_remote_code=False)
+        assert not ran.exists()
+    trusted = _manifest(versions={}, job={"model": {"path": str(base), "trust_remote_code": True}})
+    with pytest.raises(ModelError):  # its code has no config
+        export.open_base(trusted, trust_remote_code=True)
+    assert ran.exists()
 
 
 def test_many_files_are_not_all_open(gpt2: Gpt2, monkeypatch: pytest.MonkeyPatch) -> None:

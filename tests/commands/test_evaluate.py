@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.export import export_checkpoint
+from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.commands import workers
 from shardwise.commands.cli import main
 from shardwise.commands.evaluate import Questions, evaluate_rank, job_of_checkpoint
@@ -208,6 +209,19 @@ def test_the_numbers_of_lm_eval(world_pool: WorldPool, tmp_path: Path, kind: str
         asked = job_of_checkpoint(read_manifest(store, name), keys)
         device, path = torch.device("cpu"), f"{store.root}/{name}"
         compare(world_pool.run(ranks, evaluate_rank, asked, device, path, questions)[0]["results"], peer)
+
+
+def test_code_that_a_checkpoint_names_is_not_run(tmp_path: Path) -> None:
+    """A command line says that the base may run its own."""
+    written = job_of(tmp_path).model_dump(mode="json")
+    written["model"] |= {"path": str(tmp_path), "config": None, "trust_remote_code": True}
+    manifest = Manifest(
+        progress=Progress(), optimizer="SGD", tensors={}, files={}, job=written, plan={}, data={}, written="",
+        versions={},
+    )  # fmt: skip
+    asked = job_of_checkpoint(manifest, {})
+    assert not asked.model.trust_remote_code
+    assert job_of_checkpoint(manifest, {"model.trust_remote_code": True}).model.trust_remote_code
 
 
 @pytest.mark.slow

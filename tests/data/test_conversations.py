@@ -90,6 +90,19 @@ def test_pairs_are_texts_or_messages() -> None:
     assert texts.chosen == TextPair("f", "2+3?", "5")
 
 
+def test_a_prompt_and_a_system_column_are_part_of_every_format() -> None:
+    """Answers that are conversations may go on from the prompt, or hold it."""
+    before = {"role": "system", "content": "Be brief."}
+    whole = preference("f", {"chosen": [before, QUESTION, ANSWER], "rejected": [before, QUESTION, WRONG]})
+    answers = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG]}
+    assert preference("f", {"prompt": [before], **answers}) == whole
+    assert preference("f", {"prompt": [QUESTION], "system": "Be brief.", **answers}) == whole
+    assert preference("f", {**ROWS["preference"], "system": "Be brief."}) == whole
+    assert preference("f", {"prompt": [QUESTION], **answers}) == preference("f", ROWS["preference"])
+    row = {"prompt": [QUESTION], "completion": [ANSWER], "system": "Be brief."}
+    assert prompt_completion("f", row) == Conversation("f", [before, QUESTION, ANSWER], None, prompt=2)
+
+
 class BadRow(NamedTuple):
     """A row that cannot be used: its format, what is said of it, and what to do."""
 
@@ -124,6 +137,18 @@ BAD_ROWS = [
     BadRow("prompt_completion", "no completion", "fill it", {"prompt": "2+3?", "completion": None}),
     BadRow("preference", "no rejected", "fill it, or remove the row", {"prompt": "2+3?", "chosen": "5"}),
     BadRow("preference", "no prompt", "fill it, or remove the row", {"chosen": "5", "rejected": "6"}),
+    BadRow(
+        "preference",
+        "the text in prompt stands in none of the messages",
+        "give it as messages, or leave it out",
+        {"prompt": "4+5?", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG]},
+    ),
+    BadRow(
+        "prompt_completion",
+        "system stands beside a prompt that is a text",
+        "give messages",
+        {"prompt": "2+3?", "completion": "5", "system": "Be brief."},
+    ),
     BadRow(
         "preference", "are equal", "remove the row", {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}
     ),

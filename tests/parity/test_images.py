@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.data.images import read_image
 from shardwise.data.prepare import prepare
 from shardwise.errors import ConfigError, DataError, LegalityError, ModelError
 from shardwise.job.schema import Job
@@ -20,6 +21,7 @@ from shardwise.training.setup import study
 from tests.parity.image_files import CLASSES, PROCESSOR, SIZE, write_folders
 from tests.parity.jobs import check_agrees
 
+ORIENTATION = 0x0112  # the tag of EXIF
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard 2, replica 2": (4, {"sharded_data_parallel_degree": 2}),
     "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
@@ -111,6 +113,18 @@ def test_a_broken_image_is_named(tmp_path: Path) -> None:
         for split in (data.train, data.validation):
             for number in range(len(split)):
                 split.sample(number)
+
+
+def test_images_are_turned_as_cameras_say(tmp_path: Path) -> None:
+    """What a viewer shows upright is read so: EXIF's orientation 6 lies on its right side."""
+    from PIL import Image
+
+    upright = Image.new("RGB", (2, 3), "blue")
+    upright.putpixel((0, 0), (255, 0, 0))
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "photo.png", exif=exif)
+    assert list(read_image(tmp_path / "photo.png", "f").getdata()) == list(upright.getdata())
 
 
 @pytest.mark.parametrize("path, says", [(None, "holds stdlib"), ("notes.txt", "holds text")])

@@ -111,6 +111,7 @@ def export_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     merge: bool = False,
     ema: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write the model of the checkpoint at `source` (see `find`) to the new directory `path`, in one process.
 
@@ -122,10 +123,11 @@ def export_checkpoint(
         say: told which checkpoint is taken, and what the directory lacks.
         merge: adapters become part of the weights of their layers.
         ema: averaged weights in the place of the weights; what was not trained has none and is as it was.
+        trust_remote_code: whether the directory of the model that was trained, where it is read, may run its own code.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or it is damaged, or the model under its adapters has changed;
-            nothing is left of `path`.
+        CheckpointError: there is no complete checkpoint, or it is damaged, or the model under its adapters has changed
+            or would run code; nothing is left of `path`.
         OutputError: `path` is there already or cannot be written, or there are no adapters to merge or no averages.
     """
     if "://" in str(path):
@@ -138,7 +140,7 @@ def export_checkpoint(
         with WholeTensors(store, name, manifest) as tensors:
             return _export_adapters(tensors, manifest, manifest.adapter, Path(path), dtype, say, stored_as)
     keys = [*_of_kind("model/", manifest), *_of_kind("buffer/", manifest)]
-    dtype_of = _file_dtypes(manifest, dtype, say)
+    dtype_of = _file_dtypes(manifest, dtype, say, trust_remote_code)
     with (
         _writer_of(manifest, path, max_shard_bytes, say) as writer,
         WholeTensors(store, name, manifest) as tensors,
@@ -150,7 +152,11 @@ def export_checkpoint(
                 yield key.partition("/")[2], tensors.read_evaluated(stored_as(key))
                 advance(manifest.tensor_bytes(key))
 
-        whole = stored() if manifest.adapter is None else _with_base(stored(), manifest, manifest.adapter)
+        whole = (
+            stored()
+            if manifest.adapter is None
+            else _with_base(stored(), manifest, manifest.adapter, trust_remote_code)
+        )
         buffers = {key.partition("/")[2] for key in _of_kind("buffer/", manifest)}
         for tensor_name, tensor in whole:
             kind = "buffer" if tensor_name in buffers else "model"
@@ -194,7 +200,9 @@ def _stored_as(manifest: Manifest, key: str) -> str:
     return average if key.startswith("model/") and average in manifest.tensors else key
 
 
-def _file_dtypes(manifest: Manifest, dtype: str | None, say: Say) -> Callable[[str], torch.dtype | None]:
+def _file_dtypes(
+    manifest: Manifest, dtype: str | None, say: Say, trust_remote_code: bool
+) -> Callable[[str], torch.dtype | None]:
     """Return what tells the dtype of the job's `model.dtype` in which a parameter is written; None: as it is.
 
     A `dtype` that the caller asks for takes its place.
@@ -207,7 +215,7 @@ def _file_dtypes(manifest: Manifest, dtype: str | None, say: Say) -> Callable[[s
     if not Path(str(manifest.job["model"]["path"])).is_dir():
         say(f"model.dtype=file: {manifest.job['model']['path']} is not there any more; weights are written as stored")
         return lambda name: None
-    weights, names = open_base(manifest)
+    weights, names = open_base(manifest, trust_remote_code)
     return lambda name: getattr(torch, weights.dtype(names[name])) if name in names else None
 
 
@@ -239,7 +247,7 @@ def _export_adapters(
 
 
 def _with_base(
-    stored: Iterator[tuple[str, Tensor]], manifest: Manifest, adapter: AdapterRecord
+    stored: Iterator[tuple[str, Tensor]], manifest: Manifest, adapter: AdapterRecord, trust_remote_code: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole model with its adapters merged, what a checkpoint leaves out read from the base's directory.
 
@@ -257,15 +265,26 @@ def _with_base(
             f"the model under these adapters, {adapter.base!r} with hash {adapter.base_hash}, is not there any more or "
             "has changed; put it back, or export the adapters alone without --merge"
         )
-    weights, names = open_base(manifest)
+    weights, names = open_base(manifest, trust_remote_code)
     read = ((name, weights.read(source)) for name, source in names.items() if name not in own)
     base = ((name, rounded(tensor, form) if (form := adapter.packed.get(name)) else tensor) for name, tensor in read)
     yield from merged(chain(base, own.items()), adapter.layers)
 
 
-def open_base(manifest: Manifest) -> tuple[HuggingFaceWeights, dict[str, str]]:
-    """Return the directory of the model under a checkpoint's adapters, and the names in it of all parameters."""
+def open_base(manifest: Manifest, trust_remote_code: bool) -> tuple[HuggingFaceWeights, dict[str, str]]:
+    """Return the directory of the model that a checkpoint's job trains, and the names in it of all parameters.
+
+    Raises:
+        CheckpointError: code would run that nobody but the checkpoint names.
+    """
     job = Job.model_validate(manifest.job)
+    if job.model.factory is not None:
+        raise CheckpointError(f"the checkpoint names both {job.model.factory} and a directory as its model")
+    if job.model.trust_remote_code and not trust_remote_code:
+        raise CheckpointError(
+            f"the model in {job.model.path} brings code of its own, which the checkpoint says to run; read it, then "
+            "use --trust-remote-code"
+        )
     model, weights = build_model(job), HuggingFaceWeights(str(job.model.path))
     ties = [(first, *others) for first, others in manifest.ties.items()]
     names = [name for name, _ in model.named_parameters()]

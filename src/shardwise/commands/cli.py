@@ -219,6 +219,11 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema", action="store_true", help="the moving averages of the weights, where training.ema_decay kept them"
     )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="let the directory of a model under adapters run its own code, as in training",
+    )
 
 
 def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
@@ -228,10 +233,12 @@ def _export(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     kinds = ((is_v2_checkpoint, export_v2_checkpoint), (is_v1_checkpoint, export_v1_checkpoint))
     export = next((export for asks, export in kinds if asks(options.checkpoint)), export_checkpoint)
-    more = {key: True for key in ("merge", "ema") if getattr(options, key)}
+    lacking = {"merge": "adapters", "ema": "averaged weights", "trust_remote_code": "model beside it"}
+    more = {key: True for key in lacking if getattr(options, key)}
     if more and export is not export_checkpoint:
-        lacking = {"merge": "adapters", "ema": "averaged weights"}[next(iter(more))]
-        raise OutputError(f"--{next(iter(more))}: a checkpoint of SMP has no {lacking}; leave it out")
+        key = next(iter(more))
+        option = key.replace("_", "-")
+        raise OutputError(f"--{option}: a checkpoint of SMP has no {lacking[key]}; leave it out")
     path = export(options.checkpoint, options.out, options.dtype, say=say_note, **more)
     print(f"exported to {path}")
     return 0

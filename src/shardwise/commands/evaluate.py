@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from shardwise.job.schema import Job
 
 # Keys that act: where the model stands, and files that have moved.
-KEYS = ("parallel.", "memory.", "precision.compute", "model.path", "data.tokenizer", "data.chat_template")
+TRUST = "model.trust_remote_code"  # which a command line says, and not the checkpoint that is asked
+KEYS = ("parallel.", "memory.", "precision.compute", "model.path", TRUST, "data.tokenizer", "data.chat_template")
 STDERR = "_stderr"
 RESAMPLES = 1000  # for the standard error of a metric that has no closed form of it
 
@@ -134,7 +135,7 @@ def job_of_checkpoint(manifest: Manifest, keys: Mapping[str, Any]) -> Job:
     from shardwise.job.schema import CheckpointSection, EvaluationSection, TrainingSection
     from shardwise.job.sources import read_job
 
-    job = read_job(manifest.job, keys, environ={}).job
+    job = read_job(_without_trust(manifest.job), keys, environ={}).job
     if job.model.factory is not None or job.model.task != "causal_lm":
         what = f"model.task={job.model.task}" if job.model.factory is None else f"model.factory={job.model.factory!r}"
         raise ConfigError(f"evaluate asks causal language models of transformers, and this checkpoint's is {what}")
@@ -148,6 +149,12 @@ def job_of_checkpoint(manifest: Manifest, keys: Mapping[str, Any]) -> Job:
             "checkpoint": CheckpointSection(),
         }
     )
+
+
+def _without_trust(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest's job without the leave to run the code of its base."""
+    model = {key: value for key, value in job.get("model", {}).items() if f"model.{key}" != TRUST}
+    return {**job, "model": model}
 
 
 def _questions(options: argparse.Namespace, job: Job, manifest: Manifest) -> Questions:

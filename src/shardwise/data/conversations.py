@@ -77,10 +77,7 @@ def chat(where: str, row: Mapping[str, Any]) -> Conversation:
     column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
     if column is None:
         raise _missing(where, "messages", "chat reads messages, or conversations")
-    messages = _messages(where, row[column], column)
-    if row.get("system") and messages[0]["role"] != SYSTEM:
-        check_text(f"{where}, system", row["system"])
-        messages = [{"role": SYSTEM, "content": row["system"]}, *messages]
+    messages = _behind_system(where, row, _messages(where, row[column], column))
     return Conversation(where, messages, _tools(where, row.get("tools")))
 
 
@@ -95,7 +92,8 @@ def prompt_completion(where: str, row: Mapping[str, Any]) -> Conversation | Text
 def preference(where: str, row: Mapping[str, Any]) -> Preference:
     """Return both completions of a row of `chosen` and `rejected`.
 
-    Without a `prompt`, or where both are conversations that begin with it, it is the messages that they share.
+    Where both are conversations that begin with another message than an answer, what they share is their prompt, behind
+    the column `prompt` unless they begin with it.
     """
     for column in ("chosen", "rejected"):
         if row.get(column) is None:
@@ -104,7 +102,7 @@ def preference(where: str, row: Mapping[str, Any]) -> Preference:
         raise DataError(f"{where}: chosen and rejected are equal, which prefers nothing; remove the row")
     prompt = row.get("prompt")
     if prompt is None or _begin_with_prompt(row):
-        return _with_shared_prompt(where, row)
+        return _with_shared_prompt(where, row, prompt)
     return Preference(*(_pair(where, row, prompt, column) for column in ("chosen", "rejected")))
 
 
@@ -135,13 +133,19 @@ def _pair(where: str, row: Mapping[str, Any], prompt: Any, column: str) -> Conve
         check_text(f"{where}, {column}", completion)
         if not completion.strip():
             raise _empty(where, column)
+        if row.get("system"):
+            raise DataError(
+                f"{where}: system stands beside a prompt that is a text, and no chat template joins them; put it into "
+                "the prompt, give messages, or leave it out"
+            )
         return TextPair(where, prompt, completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise DataError(
             f"{where}: prompt is {short(prompt)} and {column} is {short(completion)}; give both as texts, or both as "
             "lists of messages"
         )
-    before, after = _messages(where, prompt, "prompt"), _messages(where, completion, column)
+    before = _behind_system(where, row, _messages(where, prompt, "prompt"))
+    after = _messages(where, completion, column)
     return Conversation(where, [*before, *after], _tools(where, row.get("tools")), prompt=len(before))
 
 
@@ -151,12 +155,17 @@ def _begin_with_prompt(row: Mapping[str, Any]) -> bool:
     return all(isinstance(message, Mapping) and _role_of(message) != ASSISTANT for message in first)
 
 
-def _with_shared_prompt(where: str, row: Mapping[str, Any]) -> Preference:
+def _with_shared_prompt(where: str, row: Mapping[str, Any], prompt: Any) -> Preference:
     if isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
         raise DataError(
             f"{where}: no prompt; chosen and rejected that are texts need a column prompt: fill it, or remove the row"
         )
     both = [_messages(where, row[column], column) for column in ("chosen", "rejected")]
+    if isinstance(prompt, list):
+        before = _messages(where, prompt, "prompt")
+        if any(messages[: len(before)] != before for messages in both):
+            both = [[*before, *messages] for messages in both]
+    both = [_behind_system(where, row, messages) for messages in both]
     shared = 0
     while shared < min(map(len, both)) and both[0][shared] == both[1][shared]:
         shared += 1
@@ -165,11 +174,29 @@ def _with_shared_prompt(where: str, row: Mapping[str, Any]) -> Preference:
             f"{where}: chosen and rejected share {shared} of their first messages, which are their prompt; give both a "
             "prompt and an answer behind it, or remove the row"
         )
+    if isinstance(prompt, str):
+        _check_is_among(where, prompt, both[0][:shared])
     tools = _tools(where, row.get("tools"))
     return Preference(*(Conversation(where, messages, tools, prompt=shared) for messages in both))
 
 
+def _check_is_among(where: str, prompt: str, shared: Collection[Message]) -> None:
+    if not any(prompt.strip() in message["content"] for message in shared):
+        raise DataError(
+            f"{where}: the text in prompt stands in none of the messages that chosen and rejected share, which are "
+            "their prompt; give it as messages, or leave it out"
+        )
+
+
 # --- messages --------------------------------------------------------------------------------------------------------
+
+
+def _behind_system(where: str, row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return messages behind that of the column `system`, unless they begin with one of their own."""
+    if not row.get("system") or messages[0]["role"] == SYSTEM:
+        return messages
+    check_text(f"{where}, system", row["system"])
+    return [{"role": SYSTEM, "content": row["system"]}, *messages]
 
 
 def _messages(where: str, value: Any, column: str) -> list[Message]:

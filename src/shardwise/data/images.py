@@ -100,19 +100,19 @@ def class_of(row: FileRow, classes: Sequence[str]) -> int:
 
 
 def read_image(path: Path, where: str) -> Any:
-    """Return an image of Pillow's in RGB.
+    """Return an image of Pillow's in RGB, turned as its EXIF says.
 
     Raises:
         DataError: Pillow is missing, or cannot read the file.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise DataError(
             f"{where}: images are read by Pillow, which is not installed; run `pip install 'shardwise[images]'`"
         ) from error
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{where}: {path} cannot be read as an image: {error}; mend it, or remove the row") from error
