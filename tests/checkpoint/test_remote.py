@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,34 @@ def test_s3(world_pool: WorldPool, corpora: Path, tmp_path: Path, s3: str) -> No
     ]
     store.remove(NEWEST)
     assert checkpoints(store) == ["step-00000002"]
+
+
+def save_again(job: Job, path: str) -> list[dict[str, int]]:
+    """Save a step, fail to save it again, and save it once more; the files after each. Run on every rank."""
+    store, found, real = open_store(path), list[dict[str, int]](), RemoteStore.commit
+
+    def fails(store: RemoteStore, name: str, manifest: bytes) -> None:
+        raise OSError("out of reach")
+
+    for commit in (real, fails, real):
+        with pytest.MonkeyPatch.context() as patch, suppress(CheckpointError):
+            patch.setattr(RemoteStore, "commit", commit)
+            save_steps(job, [4])
+        dist.barrier()
+        read_manifest(store, NEWEST)
+        assert [report.damages for report in verify_files(store, NEWEST)] == [[]] * dist.get_world_size()
+        found.append(store.sizes(NEWEST))
+        dist.barrier()
+    return found
+
+
+def test_a_complete_checkpoint_stays_until_its_step_is_saved_again(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, s3: str
+) -> None:
+    first, failed, last = world_pool.run(2, save_again, a_job(corpora, tmp_path / "run", s3), s3)[0]
+    assert sorted(first) == [FILE, "rank-00000.safetensors", "rank-00001.safetensors"]
+    assert first.items() < failed.items()
+    assert sorted(last) == [FILE, "rank-00000-3.safetensors", "rank-00001-3.safetensors"]
 
 
 def save_while_the_owner_is_out_of_reach(job: Job) -> str:

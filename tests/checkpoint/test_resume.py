@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shardwise.checkpoint.stores import LocalStore
 from shardwise.commands import train as entry
 from shardwise.errors import CheckpointError, DamagedError, DataError, OutputError, WorkerError
 from shardwise.job.schema import Job
@@ -199,6 +201,25 @@ def test_a_checkpoint_to_resume_from_is_looked_for_before_workers_start(
             entry.train(resumed(new, resume=str(path)))
     assert not (tmp_path / "new").exists()
     check_resume(resumed(new, resume=str(tmp_path / "run/checkpoints/step-00000006")))
+
+
+def resume_with_an_old_listing(job: Job) -> tuple[float, int]:
+    """Go on while rank 1 sees the first checkpoint alone; a weight, and the step. Run on every rank."""
+    run = set_up(job, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(LocalStore, "names", lambda store: ["step-00000002"])
+        progress, _ = RunCheckpoints(run).restore()
+    return float(next(iter(run.model.tensor_map)).whole().double().sum()), progress.step
+
+
+def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_sees(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    job = a_job(corpora, tmp_path / "run", parallel={"sharded_data_parallel_degree": 2})
+    world_pool.run(2, train, job)
+    stale = world_pool.run(2, resume_with_an_old_listing, resumed(job))
+    assert stale[0] == stale[1] and stale[0][1] == STEPS
 
 
 def test_two_runs_never_write_into_one_directory(corpora: Path, tmp_path: Path) -> None:

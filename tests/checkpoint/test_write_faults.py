@@ -44,9 +44,9 @@ class SlowStore(LocalStore):
         super().__init__(root)
         self.gate, self.log = threading.Event(), list[tuple[str, str]]()
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str) -> str:
         self.log.append(("begin", name))
-        super().begin(name)
+        return super().begin(name)
 
     def create(self, name: str, file: str) -> Any:
         assert self.gate.wait(100)
@@ -291,6 +291,7 @@ def test_a_full_disk(corpora: Path, tmp_path: Path) -> None:
 
 LOSSES: dict[int, float | None] = {1: 5.0, 2: None, 3: 3.0, 4: None, 5: 4.0, 6: None, 7: 4.5}
 SCORES = {1: 0.25, 3: 0.5, 5: 0.75, 7: 0.5}
+BEST, SCORED = CheckpointSection(keep_last=1, keep_best=True), EvaluationSection(metric="score")
 KEPT: list[tuple[dict[str, Any], str, list[int]]] = [
     ({}, "validation_loss", [6, 7]),
     ({"keep_last": 1}, "validation_loss", [7]),
@@ -328,6 +329,20 @@ def test_retention(tmp_path: Path, settings: dict[str, Any], metric: str, kept: 
     left = [int(path.name[5:]) for path in sorted(tmp_path.glob("step-*")) if (path / FILE).exists()]
     assert left == kept
     assert {"step-mine", "my notes", checkpoint_name(0)} <= {entry.name for entry in tmp_path.iterdir()}
+
+
+def test_a_step_that_is_saved_again_is_judged_anew(tmp_path: Path) -> None:
+    store, retention = LocalStore(str(tmp_path)), Retention(BEST, SCORED)
+
+    def save(step: int, manifest: bytes) -> list[str]:
+        store.begin(checkpoint_name(step))
+        store.commit(checkpoint_name(step), manifest)
+        return retention.surplus(store, checkpoint_name(step))
+
+    best = max(SCORES, key=lambda step: SCORES[step])
+    save(best, empty_manifest(best, "another"))
+    save(best, empty_manifest(best))
+    assert save(best + 1, empty_manifest(best + 1)) == []
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(1, [5, 6, 7]), (2, [4, 5, 6, 7])])

@@ -202,6 +202,7 @@ class Retention:
 
         What is ahead of it was passed over, for damage that sizes need not show: it may not take a whole one's place.
         """
+        self._metrics.pop(newest, None)  # a step that is saved again may be judged anew
         names = [name for name in checkpoints(store) if _step(name) <= _step(newest) and self._known(store, name)]
         kept = set(names[: self.settings.keep_last])
         if self.settings.keep_every:

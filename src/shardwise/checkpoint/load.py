@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from shardwise.checkpoint.state import (
     state_keys,
 )
 from shardwise.checkpoint.storage_read import ChunkLoadPlanner, SafetensorsReader
-from shardwise.checkpoint.stores import ReadableStore, Store
+from shardwise.checkpoint.stores import ReadableStore, Store, open_store, split
 from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
@@ -48,6 +48,7 @@ from shardwise.plan.plan import Plan
 from shardwise.words import listed
 
 Say = Callable[[str], None]
+Answer = TypeVar("Answer")
 FORMER_SPLIT = "place"  # of checkpoints that do not say it, from before documents were held out
 BATCH = ("sequences_per_step", "tokens_per_step", "microbatch_size", "gradient_accumulation")  # of training
 NO_NUMBERS = ("parallel.timeout_seconds", "parallel.max_restarts")  # keys that no number depends on
@@ -75,14 +76,15 @@ def restore(
     `memory` is the state in the hosts' memory, taken where no checkpoint in the store is newer.
 
     With `checkpoint.resume: auto` a checkpoint that turns out damaged while it is read is passed over for an older one,
-    as are those whose files are missing or cut short; `say` is told which and why.
+    as are those whose files are missing or cut short; `say` is told which and why. Rank 0 chooses for all: another
+    host's listing may be older.
 
     Raises:
         DamagedError: the named checkpoint is damaged, or damage has left none that `auto` could take.
         CheckpointError: the named checkpoint is not complete, or the newest is of another model or data.
     """
     wanted = model.plan.job.checkpoint.resume
-    if memory is not None and memory.name >= max(checkpoints(store), default=""):
+    if memory is not None and _on_rank_0(lambda: memory.name >= max(checkpoints(store), default="")):
         try:
             return _read(model, optimizer, scaler, memory, memory.name, memory.manifest, data, say)
         except DamagedError as error:
@@ -90,7 +92,8 @@ def restore(
     if wanted == "none":
         return None
     if wanted != "auto":
-        return _read(model, optimizer, scaler, *named_checkpoint(wanted), data, say)
+        name, manifest = _on_rank_0(lambda: named_checkpoint(wanted)[1:])
+        return _read(model, optimizer, scaler, open_store(split(wanted)[0]), name, manifest, data, say)
     passed: list[str] = []
 
     def pass_over(note: str) -> None:
@@ -98,7 +101,7 @@ def restore(
         say(note)
 
     damaged = False
-    for name, manifest in complete(store, pass_over):
+    for name, manifest in _complete_on_rank_0(store, pass_over):
         try:
             return _read(model, optimizer, scaler, store, name, manifest, data, say)
         except DamagedError as error:
@@ -107,6 +110,35 @@ def restore(
     if damaged:
         raise none_left(store, passed)
     return None
+
+
+def _complete_on_rank_0(store: Store, say: Say) -> Iterator[tuple[str, Manifest]]:
+    """Yield the complete checkpoints that rank 0 sees, newest first, with what it says of others. Collective."""
+    notes: list[str] = []
+    whole = complete(store, notes.append)
+    while True:
+        newest, noted = _on_rank_0(lambda: (next(whole, None), notes.copy()))
+        notes.clear()
+        for note in noted:
+            say(note)
+        if newest is None:
+            return
+        yield newest
+
+
+def _on_rank_0(function: Callable[[], Answer]) -> Answer:
+    """Return on every rank what rank 0 finds in the store, or raise what it raises. Collective."""
+    outcome: list[Any] = [None, None]  # what it returns, or its error
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except CheckpointError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    value, failure = outcome
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[no-any-return]
 
 
 def _read(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any, BinaryIO
 
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, OWNER
@@ -60,6 +61,7 @@ class RemoteStore:
     def __init__(self, root: str, system: Any, path: str) -> None:
         self.root = root
         self._system, self._path = system, path.rstrip("/")
+        self._replaced: dict[str, list[str]] = {}  # files of the complete checkpoint of a name that is saved again
 
     def claim(self, run: str) -> None:
         with os_errors():
@@ -79,10 +81,20 @@ class RemoteStore:
     def unfinished(self) -> list[str]:
         return []  # they have their names from the beginning
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str) -> str:
+        with os_errors():
+            self._system.invalidate_cache()
+            if self._system.exists(self._at(name, FILE)):
+                return self._begin_beside(name)
         self.remove(name)
         with os_errors():
             self._make_directory(self._at(name))
+        return ""
+
+    def _begin_beside(self, name: str) -> str:
+        self._replaced[name] = files = [file for file in self.sizes(name) if file != FILE]
+        stems = [file.rpartition(".")[0] for file in files]
+        return next(f"-{n}" for n in count(2) if not any(stem.endswith(f"-{n}") for stem in stems))
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
@@ -99,6 +111,9 @@ class RemoteStore:
     def commit(self, name: str, manifest: bytes) -> None:
         with os_errors():
             self._system.pipe_file(self._at(name, FILE), manifest)
+        for file in self._replaced.pop(name, []):
+            with suppress(Exception):  # it is in nobody's way
+                self._system.rm_file(self._at(name, file))
 
     def read(self, name: str, file: str) -> bytes:
         return self._content(self._at(name, file))

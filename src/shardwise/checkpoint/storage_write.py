@@ -32,8 +32,8 @@ Describe = Callable[[dict[str, Any], dict[str, TensorRecord], dict[str, FileReco
 class ChunkSavePlanner(SavePlanner):
     """Plans to write this rank's chunks as they are; their owners were chosen before, so nothing is written twice.
 
-    A rank's plan goes to the coordinator as plain tuples and nothing comes back: a `WriteItem` takes a hundred times as
-    long to pickle, which training's interpreter waits for, and there is one for every tensor of every rank.
+    A rank's plan goes to the coordinator as plain tuples, and an ending comes back: a `WriteItem` takes a hundred times
+    as long to pickle, which training's interpreter waits for, and there is one for every tensor of every rank.
 
     Args:
         file: this rank's file.
@@ -42,12 +42,14 @@ class ChunkSavePlanner(SavePlanner):
         start: byte of the file at which the first chunk begins.
 
     Attributes:
+        ending: of all files' names ahead of that of their kind, as the store gives it to the coordinator.
         tensors: on the coordinator, after planning, what the manifest says of each.
         all_scalars: and the scalars of all ranks.
     """
 
     def __init__(self, file: str, chunks: Sequence[TensorChunk], scalars: Mapping[str, Any], start: int) -> None:
         self.file, self.chunks, self.scalars, self.start = file, chunks, scalars, start
+        self.ending = ""
         self.tensors: dict[str, TensorRecord] = {}
         self.all_scalars: dict[str, Any] = {}
 
@@ -66,12 +68,12 @@ class ChunkSavePlanner(SavePlanner):
         for file, places, scalars in (plan.planner_data for plan in all_plans):
             self.all_scalars |= scalars
             for place in places:
-                self._add(file, place)
+                self._add(_ending_in(self.ending, file), place)
         for name, tensor in self.tensors.items():
             stored = sum(math.prod(part.shape) for part in tensor.slices)
             if stored != math.prod(tensor.shape):
                 raise CheckpointError(f"{name}: {stored} of {math.prod(tensor.shape)} elements would be written")
-        return [SavePlan([]) for _ in all_plans], Metadata({})
+        return [SavePlan([], planner_data=self.ending) for _ in all_plans], Metadata({})
 
     def _add(self, file: str, place: Place) -> None:
         """Note one slice; the manifest's own checks see what is built here."""
@@ -82,11 +84,17 @@ class ChunkSavePlanner(SavePlanner):
         self.tensors[name].slices.append(part)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self.file = _ending_in(new_plan.planner_data, self.file)
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Asked of by other writers than ours, which takes bytes from the staging ring, as they were at the save."""
         raise CheckpointError(f"{write_item.index.fqn} was planned by another planner; chunks have their own writer")
+
+
+def _ending_in(ending: str, file: str) -> str:
+    stem, _, kind = file.rpartition(".")
+    return f"{stem}{ending}.{kind}"
 
 
 def places_of(chunks: Sequence[TensorChunk], first: int) -> list[Place]:
@@ -124,7 +132,7 @@ class SafetensorsWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
             self.fence()  # before what has this checkpoint's place is cleared: it may be the other run's
-            self.store.begin(self.name)
+            self.planner.ending = self.store.begin(self.name)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

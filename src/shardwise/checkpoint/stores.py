@@ -52,8 +52,12 @@ class Store(ReadableStore, Protocol):
         """Other names of checkpoints that are being written, or were when their run was killed; sorted."""
         ...
 
-    def begin(self, name: str) -> None:
-        """Make the place of a new checkpoint; what a killed run left there goes."""
+    def begin(self, name: str) -> str:
+        """Make the place of a new checkpoint; what a killed run left there goes.
+
+        A complete checkpoint of this name stays until the new one is committed. Where both lie in one place, files of
+        the new one have the returned ending, ahead of that of their kind.
+        """
         ...
 
     def create(self, name: str, file: str) -> Any:
@@ -133,10 +137,11 @@ class LocalStore:
     def unfinished(self) -> list[str]:
         return sorted(entry.name for entry in self._path.glob(".*.partial"))
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str) -> str:
         partial = self._partial(name)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        return ""
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[BinaryIO]:
@@ -152,7 +157,7 @@ class LocalStore:
         old = self._path / f".{name}.old"
         self.remove(old.name)  # of a run that was killed right here: nothing could be renamed to it
         with suppress(FileNotFoundError):
-            (self._path / name).rename(old)  # one of the same step that was passed over because it is damaged
+            (self._path / name).rename(old)  # one of the same step, which is saved again
         partial.rename(self._path / name)
         self.remove(old.name)
         _sync_directory(self._path)

@@ -48,6 +48,7 @@ from shardwise.model.gradient_hooks import (
     whole_gradient_hooks,
 )
 from shardwise.model.initializers import parents_that_initialize, unfilled_parameters
+from shardwise.model.isolation import isolation_capability
 from shardwise.model.layer_configs import largest_value
 from shardwise.model.mixers import mixer_splits
 from shardwise.model.modules import input_embeddings
@@ -410,7 +411,13 @@ def _capabilities(examined: ExaminedModel) -> dict[str, Any]:
         "capabilities": capabilities,
         "padding_position": None if rule is None else rule.padding,
         "split_forward": examined.split_forward[0],
+        "documents_apart": _isolation_capability(examined),
     }
+
+
+def _isolation_capability(examined: ExaminedModel) -> Capability:
+    mixes = examined.forward.mixes_positions
+    return isolation_capability(examined.model, examined.split_inputs, examined.split_forward[0], mixes)
 
 
 def _any_model(examined: ExaminedModel) -> Capability:

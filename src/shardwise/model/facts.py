@@ -352,6 +352,7 @@ class ModelFacts:
     sample_positions: int | None = None
     padding_position: int | None = None  # id of padding, behind which positions are counted, as RoBERTa counts them
     split_forward: SplitForward | None = None  # by which context ranks run its blocks, where inputs cannot be split
+    documents_apart: Capability = SUPPORTED  # whether a mask of attention keeps documents of a sequence apart
     sliding_window: int | None = None  # how far back attention sees, where some block's does not see everything
     head: str | None = None  # module name of the output projection, when its output is the model's last operation
     head_has_bias: bool = False

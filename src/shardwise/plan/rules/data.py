@@ -28,10 +28,30 @@ def data_from_factory(d: Draft) -> bool:
     return d.data.factory is not None
 
 
-def _window_is_shorter(d: Draft) -> bool:
-    """Return whether a mask that transformers takes for its own would lose the model's sliding window."""
-    length = d.data.sequence_length
-    return not d.uses_kernels and (d.facts.sliding_window or length) < length
+def _hidden_by_model(d: Draft) -> tuple[str, int]:
+    """Return what the model's own mask hides that one of documents would not, and its length; ("", 0) for nothing.
+
+    Kernels keep a window beside documents. Chunks are counted in a sequence; in a document alone they begin with it.
+    """
+    chunks = [call.chunk for call in d.facts.attention if call.chunk]
+    hidden = [("chunks", min(chunks))] if chunks else []
+    if d.facts.sliding_window and not d.uses_kernels:
+        hidden.append(("sliding window", d.facts.sliding_window))
+    shortest = min(hidden, key=lambda one: one[1], default=("", 0))
+    return shortest if shortest[1] < d.data.sequence_length else ("", 0)
+
+
+def _isolates_rows(d: Draft) -> bool:
+    return d.data.has_rows and d.job.isolates_documents
+
+
+def _shorter(d: Draft) -> str:
+    return f"a sequence_length of at most {_hidden_by_model(d)[1]}"
+
+
+def _replaced(d: Draft) -> str:
+    name, length = _hidden_by_model(d)
+    return f"would replace the model's {name} of {length}"
 
 
 def _thaw(d: Draft) -> str:
@@ -168,17 +188,27 @@ RULES: tuple[Rule, ...] = (
          lambda d: d.data.has_rows, "leave it out, and rename the columns"),
     Rule("rows-window", ("data.packing", "data.sequence_length"),
          "the mask of rows takes the place of the model's own, which then must not hide more than it",
-         lambda d: d.data.has_rows and d.job.isolates_documents and _window_is_shorter(d),
+         lambda d: _isolates_rows(d) and _hidden_by_model(d)[1],
          fix="use packing false, or a sequence within the window",
-         because=lambda d: f"the rows' mask would replace the model's sliding window of {d.facts.sliding_window}",
-         use=lambda d: f"use {'' if d.job.reads_pairs else 'packing false, or '}a sequence_length of at most "
-         f"{d.facts.sliding_window}"),
+         because=lambda d: f"the rows' mask {_replaced(d)}",
+         use=lambda d: f"use {'' if d.job.reads_pairs else 'packing false, or '}{_shorter(d)}"),
     Rule("documents-window", ("data.isolate_documents", "data.sequence_length"),
          "the mask of documents takes the place of the model's own, which then must not hide more than it",
-         lambda d: d.data.isolate_documents and _window_is_shorter(d),
+         lambda d: d.data.isolate_documents and _hidden_by_model(d)[1],
          fix="use isolate_documents false, or a sequence within the window",
-         because=lambda d: f"the documents' mask would replace the model's sliding window of {d.facts.sliding_window}",
-         use=lambda d: f"use isolate_documents false, or a sequence_length of at most {d.facts.sliding_window}"),
+         because=lambda d: f"the documents' mask {_replaced(d)}",
+         use=lambda d: f"use isolate_documents false, or {_shorter(d)}"),
+    Rule("rows-apart", ("training.objective", "data.packing"),
+         "masks of attention keep rows and answers of one sequence apart, so that there is no other look at positions",
+         lambda d: _isolates_rows(d) and not d.facts.documents_apart.ok,
+         fix="use packing false, without pairs of answers",
+         because=lambda d: d.facts.documents_apart.reason,
+         use=lambda d: f"use {'objective sft with ' if d.job.reads_pairs else ''}packing false"),
+    Rule("documents-apart", ("data.isolate_documents",),
+         "masks of attention keep documents of one sequence apart, so that there is no other look at positions",
+         lambda d: d.data.isolate_documents and not d.facts.documents_apart.ok,
+         fix="use isolate_documents false",
+         because=lambda d: d.facts.documents_apart.reason),
 
     # A stream is read while it is trained on: it has no length, and no place to go back to.
     Rule("streaming-source", ("data.streaming", "data.path", "data.dataset"), "a stream is read from one place",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardwise.job.capability import refused
 from tests.plan.rules.jobs import CPU4, FACTORY, FACTS, FLAT, SPANS, case
 
 CHAT = {"format": "chat", "path": "p"}
@@ -16,6 +17,8 @@ AHEAD = {"dpo": {"precompute_reference": True}}
 PAIRS = {"path": "p", "format": "preference"}
 STREAM = {"path": "p", "streaming": True}
 HUB = {"dataset": "org/name", "streaming": True}
+
+STATES = replace(FACTS, documents_apart=refused("its mixer carries a state"))
 
 CASES = {
     **{
@@ -151,6 +154,12 @@ CASES = {
         "sliding window of 64; use isolate_documents false",
         CPU4,
         replace(FACTS, sliding_window=64),
+    ),
+    "rows-apart": case(
+        {"data": CHAT}, {"data": {**CHAT, "packing": False}}, "mixer carries a state; use packing false", CPU4, STATES
+    ),
+    "documents-apart": case(
+        {"data": {"isolate_documents": True}}, {}, "mixer carries a state; use isolate_documents false", CPU4, STATES
     ),
     "streaming-source": case({"data": STREAM | {"dataset": "org/name"}}, {"data": STREAM}, "one of them"),
     "dataset-streaming": case({"data": {"dataset": "org/name"}}, {"data": HUB}, "set data.streaming"),
