@@ -50,5 +50,22 @@ def test_gradients_are_autograds(by_sequence: bool) -> None:
     (COEFFICIENT * loss).backward()
     rows = real.repeat_interleave(LENGTH)
     for logits, given in zip(layers, probabilities, strict=True):
-        gain = local.share_gain(logits, SEQUENCES, CHOSEN, local.current()).expand_as(logits)
+        gain = local.share_gain(logits, rows, SEQUENCES, CHOSEN, local.current()).expand_as(logits)
         torch.testing.assert_close(gain[rows], given.grad[rows], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("by_sequence", [True, False])
+def test_what_fills_up_a_row_does_not_count(by_sequence: bool) -> None:
+    """The loss is that of transformers with a mask, in the mean over sequences and layers or of all together."""
+    layers = drawn_logits()
+    mask = torch.tensor([[1] * LENGTH, [1] * 2 + [0] * 3, [1] * 4 + [0]])
+    local = LocalBalancing(by_sequence, COEFFICIENT, EXPERTS, LAYERS, torch.device("cpu"), torch.float64)
+    local.begin(torch.tensor(3.0).double())
+    local.begin_microbatch(SEQUENCES)
+    for logits in layers:
+        local.count(logits, mask.flatten() > 0, SEQUENCES, CHOSEN)
+    parts = [(logits.view(SEQUENCES, LENGTH, -1)[row], mask[row]) for logits in layers for row in range(SEQUENCES)]
+    values = [load_balancing_loss_func((logits,), EXPERTS, CHOSEN, of_row[None]) for logits, of_row in parts]
+    whole = load_balancing_loss_func(tuple(layers), EXPERTS, CHOSEN, mask)
+    expected = torch.stack(values).mean() if by_sequence else whole
+    torch.testing.assert_close(local.loss(), expected.double(), rtol=1e-6, atol=0)

@@ -19,6 +19,7 @@ from shardwise.data.batch import IGNORED, Batch
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import AssembledJob, set_up
+from shardwise.training.step import train_step
 from tests.data.chats import BLOCKS, FORGETFUL, PLAIN, byte_tokenizer, write_rows
 from tests.parity.jobs import facts_of
 from tests.parity.test_matrix import verify_many
@@ -136,6 +137,52 @@ def test_rows_on_every_layout(world_pool: WorldPool, rows: Path, layout: str, fa
 def test_rows_on_ranks_that_share_experts(world_pool: WorldPool, rows: Path) -> None:
     config = {"num_local_experts": 4, "experts_implementation": "eager"}
     check(world_pool, 2, [row_job(rows, "mixtral", "expert 2", config=config, **one) for one in VARIANTS.values()])
+
+
+BALANCED: dict[str, Any] = {"balancing_loss": "layer", "balancing_coefficient": 0.5, "z_loss": 0.1}
+OF_SEQUENCES = {**BALANCED, "balancing_loss": "sequence"}
+ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("expert 2", OF_SEQUENCES, PADDED),
+    ("context 2", BALANCED, PADDED),
+    ("tensor 2", BALANCED, {}),
+    ("expert 2", BALANCED, {"name": "preference"}),
+    ("tensor 2", BALANCED | {"balancing_loss": "model"}, PADDED),
+    ("pipeline 2", OF_SEQUENCES, {}),
+]
+
+
+def balanced_job(directory: Path, layout: str, router: dict[str, Any], max_positions: int = LENGTH, **more: Any) -> Job:
+    config = {"num_local_experts": 4, "experts_implementation": "eager", "max_position_embeddings": max_positions}
+    job = row_job(directory, "mixtral", layout, config=config, **more)
+    return job.model_copy(update={"router": job.router.model_validate(router)})
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "layout, router, more", [*ROUTED[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in ROUTED[1:])]
+)
+def test_losses_of_routers(
+    world_pool: WorldPool, rows: Path, layout: str, router: dict[str, Any], more: dict[str, Any]
+) -> None:
+    check(world_pool, 2, [balanced_job(rows, layout, router, **more)])
+
+
+def first_step(job: Job) -> tuple[float, float]:
+    """Return the balancing loss and the norm of the gradients of a step. Run on the only rank."""
+    run = set_up(job, torch.device("cpu"))
+    result = train_step(run.model, run.objective, run.stream.batches_from(0), run.optimizer, run.scaler, 0)
+    assert result.routers is not None
+    return result.routers.balancing_loss, result.grad_norm
+
+
+@pytest.mark.parametrize("router", [BALANCED, OF_SEQUENCES])
+def test_routers_do_not_count_what_fills_up_rows(world_pool: WorldPool, rows: Path, router: dict[str, Any]) -> None:
+    """The same rows in sequences of another length have the same losses and gradients."""
+    longer = {"packing": False, "max_positions": 3 * LENGTH}
+    jobs = [balanced_job(rows, "shard 2", router, **longer, sequence_length=n) for n in (2 * LENGTH, 3 * LENGTH)]
+    first, second = (world_pool.run(1, first_step, job)[0] for job in jobs)
+    assert first == pytest.approx(second, rel=1e-9)
+    assert first[0] > 0
 
 
 CUT = LENGTH // 4  # on two ranks the first has the first and the last quarter of a sequence

@@ -32,6 +32,8 @@ class Batch:
     weights: [B, S] float, what each label's loss is multiplied by before it is summed; only under a mean over samples
     (`with_sample_weights`). The weights of a sample are equal and add up to 1.
     counted: [B] bool, False for padding rows: they repeat a real row, and no loss may count them.
+    is_token: [B, S] bool, False where a row is filled up; None where no row is, as far as is known. Unset: what an
+    input `attention_mask` [B, S] says. Routers of experts do not count the rest.
     completions: [B, S] int64, number within its row of the completion that a position belongs to: 2k is the chosen one
     of pair k, 2k + 1 the rejected one; only for pairs of preferences.
     reference: [B, C] log-probability of each completion by a reference model, in the order of these numbers; once it is
@@ -48,6 +50,7 @@ class Batch:
     document_ids: Tensor | None = None
     weights: Tensor | None = None
     counted: Tensor = field(default=None)  # type: ignore[assignment]  # a tensor always, once constructed
+    is_token: Tensor | None = None
     completions: Tensor | None = None
     reference: Tensor | None = None
     digest: int = 0
@@ -69,6 +72,9 @@ class Batch:
     def __post_init__(self) -> None:
         if self.counted is None:
             self.counted = torch.ones(len(self.rows), dtype=torch.bool, device=self.rows.device)
+        mask = self.inputs.get("attention_mask")
+        if self.is_token is None and mask is not None and mask.dim() == 2:
+            self.is_token = mask != 0
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
@@ -87,6 +93,7 @@ class Batch:
             document_ids=changed(self.document_ids),
             weights=changed(self.weights),
             counted=change(self.counted),
+            is_token=changed(self.is_token),
             completions=changed(self.completions),
             reference=changed(self.reference),
             digest=self.digest,
@@ -120,6 +127,7 @@ class Batch:
             rows=(self.rows[:, None] * number + torch.arange(number, device=self.rows.device)).flatten(),
             document_ids=documents,
             counted=self.counted.repeat_interleave(number),
+            is_token=None if self.is_token is None else apart(self.is_token),
             sequences_per_sample=number,
         )
 
@@ -160,7 +168,7 @@ def in_order(parts: Sequence[tuple[Sequence[int], Batch]]) -> Batch:
         given = [tensor for tensor in tensors if tensor is not None]
         return torch.cat(given)[places] if given else None
 
-    names = ("labels", "rows", "document_ids", "weights", "counted", "completions", "reference")
+    names = ("labels", "rows", "document_ids", "weights", "counted", "is_token", "completions", "reference")
     fields = {name: joined([getattr(batch, name) for batch in batches]) for name in names}
     inputs = {name: torch.cat([batch.inputs[name] for batch in batches])[places] for name in batches[0].inputs}
     return Batch(inputs=inputs, **fields)  # type: ignore[arg-type]

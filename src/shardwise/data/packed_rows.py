@@ -141,6 +141,7 @@ class PackedRows:
         size = (len(indices), self.sequence_length)
         ids, labels = np.full(size, self.settings.padding_id, dtype=np.int64), np.full(size, IGNORED, dtype=np.int64)
         positions, documents = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        ends = np.zeros(len(indices), dtype=np.int64)
         for place, index in enumerate(indices):
             end = 0
             for document, row in enumerate(self.sequences[index]):
@@ -151,6 +152,7 @@ class PackedRows:
                 end = part.stop
             positions[place, end:] = np.arange(self.sequence_length - end)
             documents[place, end:] = len(self.sequences[index])
+            ends[place] = end
         inputs = {"input_ids": torch.from_numpy(ids)}
         if self.settings.isolates:
             inputs["position_ids"] = torch.from_numpy(positions)
@@ -160,6 +162,7 @@ class PackedRows:
             labels=torch.from_numpy(labels),
             rows=torch.tensor(counters, dtype=torch.int64),
             document_ids=numbers,
+            is_token=torch.from_numpy(np.arange(self.sequence_length) < ends[:, None]),
             completions=numbers if self.settings.together == 2 else None,
             reference=None if self.reference is None else self._reference_of(indices, self.reference),
         )

@@ -82,7 +82,8 @@ class DropoutScope:
     None, and of a decoder.
     `positions` (first, end) is set while hidden states hold only these of the rows that are here.
     `documents` [B, S] numbers each position's document where attention must not cross them; masks of attention read it.
-    `counted` [B] is False for rows that repeat others; routers of experts read it.
+    `counted` [B] is False for rows that repeat others, and `is_token` [B, S/c] for what fills up the rows that are
+    here, where some is; routers of experts read both.
     `first_row` is the first of `rows`, where generators are seeded for what modules draw by themselves.
     `numbers_positions` is set where the model numbers the positions of a row from first to last.
     """
@@ -100,6 +101,7 @@ class DropoutScope:
     positions: tuple[int, int] | None = None
     documents: Tensor | None = None
     counted: Tensor | None = None
+    is_token: Tensor | None = None
     first_row: int | None = None
     numbers_positions: bool = False
 

@@ -97,6 +97,12 @@ class SequenceShard:
 Sides = tuple[SequenceShard | None, SequenceShard]  # of an encoder's sequences, where there is one, and of others
 
 
+def _tokens_of(microbatch: Any, shard: SequenceShard) -> Tensor:
+    """Return [B, padded / c] bool: where this rank's rows hold tokens."""
+    is_position = (shard.positions < shard.length).expand(len(microbatch.rows), -1)
+    return is_position if microbatch.is_token is None else shard.local(microbatch.is_token) & is_position
+
+
 def _active_shard() -> SequenceShard | None:
     """Return the split sequences of the microbatch that runs now, recomputation too; None where they are whole."""
     scope = active_scope()
@@ -142,13 +148,17 @@ class ContextParallel:
             sides = self._sides(ids, microbatch.labels)
             split = self._targets(microbatch, sides[1])
             split.whole_labels = microbatch.labels
+            if sides[0] is None:
+                split.is_token = _tokens_of(microbatch, sides[1])
             return split, sides
         shard = self._rows(ids.shape[1], ids.device, microbatch.document_ids)
         counted = {"position_ids": self.rule.positions(ids)} if self.takes_positions else {}
         inputs = {**counted, **microbatch.inputs}
         inputs = {name: shard.local(value) for name, value in inputs.items()}
         inputs["attention_mask"] = self._mask(shard, inputs["input_ids"])
-        return replace(self._targets(microbatch, shard), inputs=inputs, document_ids=None), shard
+        split = replace(self._targets(microbatch, shard), inputs=inputs, document_ids=None)
+        split.is_token = _tokens_of(microbatch, shard)
+        return split, shard
 
     def _sides(self, ids: Tensor, labels: Tensor) -> Sides:
         """Return this rank's rows of an encoder's sequences, where there is one, and of those that have labels."""

@@ -75,25 +75,33 @@ class LocalBalancing:
         """Add a layer's tokens of the current microbatch; logits [T, experts], counted [T]."""
         choices, probabilities = self._routes(logits, chosen)
         if self.by_sequence:
-            f, p = (values.view(sequences, -1, self.number).mean(1) for values in (choices, probabilities))
-            real = counted.view(sequences, -1)[:, 0]
-            self._sequence_loss += self.number * ((f * p).sum(1) * real).sum()
+            weights, length = self._of_sequences(counted, sequences)
+            f, p = ((values.view(sequences, -1, self.number) * weights).sum(1) for values in (choices, probabilities))
+            self._sequence_loss += self.number * (f * p / length.square()).sum()
             return
         routes, weights = self.current(), counted.to(self.wide)[:, None]
         routes.shares += torch.stack([(choices * weights).sum(0), (probabilities * weights).sum(0)])
         routes.rows += weights.sum()
 
-    def share_gain(self, logits: Tensor, sequences: int, chosen: int, routes: MicrobatchRoutes) -> Tensor:
+    def share_gain(
+        self, logits: Tensor, counted: Tensor, sequences: int, chosen: int, routes: MicrobatchRoutes
+    ) -> Tensor:
         """Return the gradient of the step's loss to a token's probabilities: [T, experts], or [experts] for all."""
         factor = self.coefficient * self.number / self.step_sequences
         if not self.by_sequence:
             gain = factor * routes.sequences * routes.shares[0] / routes.rows.clamp(min=1).square()
             return gain.to(self.dtype)
         choices, _ = self._routes(logits, chosen)
-        length = len(logits) // sequences
-        f = choices.view(sequences, length, self.number).mean(1, keepdim=True)
-        gain = (factor / (self.layers * length) * f).expand(sequences, length, self.number)
+        weights, length = self._of_sequences(counted, sequences)
+        choices = choices.view(sequences, -1, self.number)
+        f = (choices * weights).sum(1, keepdim=True)
+        gain = (factor / (self.layers * length.square()).unsqueeze(1) * f).expand_as(choices)
         return gain.reshape(-1, self.number).to(self.dtype)
+
+    def _of_sequences(self, counted: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Return the weight of each token [n, S, 1], 1 or 0, and how many a sequence has, 1 at least: [n, 1]."""
+        weights = counted.to(self.wide).view(sequences, -1, 1)
+        return weights, weights.sum(1).clamp(min=1)
 
     def _routes(self, logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
         """Return the choices, one-hot, and the probabilities of each token, [T, experts], widely."""

@@ -176,7 +176,9 @@ class ExpertRouters:
             if is_first:
                 self.local.count(logits.detach(), counted, sequences, chosen)
             routes = self.local.current()
-            share_gain = partial(self.local.share_gain, sequences=sequences, chosen=chosen, routes=routes)
+            share_gain = partial(
+                self.local.share_gain, counted=counted, sequences=sequences, chosen=chosen, routes=routes
+            )
         if not weights.requires_grad:
             return weights
         attached: Tensor = _RouterLosses.apply(weights, logits, counted, share_gain, self)
@@ -242,15 +244,14 @@ def sequences_of(scope: DropoutScope | None) -> int:
 
 
 def counted_tokens(scope: DropoutScope | None, tokens: int, device: torch.device) -> Tensor:
-    """Return [tokens] bool: tokens of real rows; repeated rows and the padding of split sequences do not count."""
+    """Return [tokens] bool: tokens of real rows; repeated rows do not count, nor what fills up rows or their parts."""
     if scope is None or scope.counted is None:
         return torch.ones(tokens, dtype=torch.bool, device=device)
-    rows = scope.counted
-    counted = torch.ones(tokens // len(rows), dtype=torch.bool, device=device)
-    if scope.sequences is not None:
-        first, end = scope.positions or (0, None)  # with sequence parallelism, of the tensor rank
-        counted = (scope.sequences.positions < scope.sequences.length)[first:end]
-    return (rows[:, None] & counted[None, :]).flatten()
+    rows = scope.counted[:, None]
+    if scope.is_token is None:
+        return rows.expand(-1, tokens // len(rows)).flatten()
+    first, end = scope.positions or (0, None)  # with sequence parallelism, of the tensor rank
+    return (rows & scope.is_token[:, first:end]).flatten()
 
 
 def updated_bias(bias: Tensor, routed: Tensor, rate: float) -> Tensor:

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -382,6 +382,7 @@ class Oracle:
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
             scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
             widened: Any = WithoutNarrowing() if self._widens else nullcontext()
+            self.routers.is_token = rows.tokens()
             with _whole_alibi(self.model), _without_balancing(self.model), scaled, widened:
                 output = self.model(**inputs, **({"output_router_logits": True} if self.routers.has_loss else {}))
             logits, self._router_logits = output.logits, getattr(output, "router_logits", None) or ()
@@ -736,7 +737,7 @@ def _twisted(rows: Rows, twist: Twist) -> Rows:
         labels = labels.roll(twist.shift_labels, dims=1)
     if twist.leak_documents and documents is not None:
         documents = torch.zeros_like(documents)
-    return Rows(rows.inputs, labels, rows.counters, documents, rows.completions)
+    return replace(rows, labels=labels, documents=documents)
 
 
 def counts_samples(job: Job) -> bool:

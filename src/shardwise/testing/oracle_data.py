@@ -32,6 +32,7 @@ class Rows:
     """Samples of one step: model inputs, aligned labels, global sample counters, document numbers.
 
     `completions`, of preferences, numbers those of a row: 2k is the chosen one of pair k, 2k + 1 the rejected one.
+    `filled` [B, S] is True where a row is filled up; None: nowhere.
     """
 
     inputs: dict[str, Tensor]
@@ -39,12 +40,20 @@ class Rows:
     counters: list[int]
     documents: Tensor | None = None
     completions: Tensor | None = None
+    filled: Tensor | None = None
 
     def count(self) -> int:
         """Labels that count, or rows where there are no labels or they are floats."""
         if self.labels is None or self.labels.is_floating_point():
             return len(self.counters)
         return int((self.labels != NOT_COUNTED).sum())
+
+    def tokens(self) -> Tensor | None:
+        """Return [B * S] bool, False where a row is filled up: by its reader, or as a mask of the batch says."""
+        mask = self.inputs.get("attention_mask")
+        if self.filled is not None:
+            return ~self.filled.flatten()
+        return mask.bool().flatten() if mask is not None and mask.dim() == 2 else None
 
     def samples(self) -> list[Tensor]:
         """Return for each pair, document, or row without them, the [B, S] positions of its labels that count."""

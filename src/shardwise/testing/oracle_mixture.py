@@ -189,8 +189,9 @@ class MixtureSource:
         singles = [self.readers[self._source_of(counter)].rows([counter]) for counter in counters]
         first = singles[0]
         inputs = {name: torch.cat([row.inputs[name] for row in singles]) for name in first.inputs}
-        columns = [_joined([getattr(row, name) for row in singles]) for name in ("labels", "documents", "completions")]
-        return Rows(inputs, columns[0], list(counters), columns[1], columns[2])
+        names = ("labels", "documents", "completions", "filled")
+        labels, *others = (_joined([getattr(row, name) for row in singles]) for name in names)
+        return Rows(inputs, labels, list(counters), *others)
 
     def _source_of(self, counter: int) -> int:
         is_held_out = counter >= EVALUATION

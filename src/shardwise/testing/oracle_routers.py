@@ -40,6 +40,7 @@ class RouterReference:
         self.assigned: Tensor | None = None  # choices of the step, [layers, experts]
         self.rows = 0  # tokens of the step
         self.routed: dict[str, Tensor] = {}
+        self.is_token: Tensor | None = None  # [tokens] of the forward that runs: False where a row is filled up
         self.margin: tuple[float, str] | None = None  # the smallest of any token, and its router
         for stack, (router, output) in find_routers(model).items():
             bias = correction_biases(model).get(stack)
@@ -77,7 +78,7 @@ class RouterReference:
 
     def count(self, recorded: Sequence[Tensor]) -> None:
         """Add the choices of some samples: logits [tokens, experts] of every layer."""
-        layers = [logits.detach().reshape(-1, logits.shape[-1]) for logits in recorded]
+        layers = [self._of_tokens(logits.detach().reshape(-1, logits.shape[-1])) for logits in recorded]
         if not layers:
             return
         best = [flat.softmax(-1).topk(self.chosen, -1).indices.flatten() for flat in layers]
@@ -96,20 +97,27 @@ class RouterReference:
         """
         assert self.assigned is not None
         coefficient = factor * self.coefficient
-        layers = [logits.reshape(-1, logits.shape[-1]).double() for logits in recorded]
+        whole = [logits.reshape(-1, logits.shape[-1]).double() for logits in recorded]
+        layers = [self._of_tokens(flat) for flat in whole]
         total = torch.zeros((), dtype=torch.float64)
-        for flat, own in zip(layers, self.assigned, strict=True):
+        for flat, with_padding, own in zip(layers, whole, self.assigned, strict=True):
             total = total + self.z_loss * flat.logsumexp(-1).square().sum() / (len(layers) * self.rows)
             if self.kind in ("global", "layer"):
                 share = (own if self.kind == "layer" else self.assigned.mean(0)) / self.rows
                 even = len(own) * (flat.softmax(-1) * share).sum() / self.rows
                 total = total + coefficient * even / len(layers)
             if self.kind == "sequence":
-                parts = [self._balance(part) for part in flat.chunk(samples)]
+                kept = torch.ones(len(with_padding), dtype=torch.bool) if self.is_token is None else self.is_token
+                cuts = zip(with_padding.chunk(samples), kept.chunk(samples), strict=True)
+                parts = [self._balance(part[of_part]) for part, of_part in cuts]
                 total = total + coefficient * sum(parts, total.new_zeros(())) / (len(layers) * of_step)
         if self.kind == "model":
             total = total + coefficient * self._balance(torch.cat(layers)) * samples / of_step
         return total
+
+    def _of_tokens(self, flat: Tensor) -> Tensor:
+        """Return the rows [tokens, .] of a forward that hold tokens."""
+        return flat if self.is_token is None else flat[self.is_token]
 
     def _balance(self, flat: Tensor) -> Tensor:
         """Return transformers' loss of logits [tokens, experts] of whatever layers."""
@@ -137,7 +145,7 @@ class RouterReference:
         layer = next(layer for layer in layers if hasattr(layer, "experts"))
 
         def count(module: nn.Module, args: tuple[Any, ...]) -> None:
-            counts = torch.bincount(args[1].flatten(), minlength=self.model.get_buffer(bias).numel())
+            counts = torch.bincount(self._of_tokens(args[1]).flatten(), minlength=self.model.get_buffer(bias).numel())
             self.routed[bias] = self.routed.get(bias, 0) + counts
 
         experts: nn.Module = layer.get_submodule("experts")

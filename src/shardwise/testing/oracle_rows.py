@@ -71,18 +71,18 @@ class RowSource:
         chosen = [self.sequences[self.places.training(counter)] for counter in counters]
         stacked = {
             key: torch.tensor([self._columns(sequence)[key] for sequence in chosen])
-            for key in ("input_ids", "labels", "position_ids", "documents")
+            for key in ("input_ids", "labels", "position_ids", "documents", "filled")
         }
-        labels, documents = stacked.pop("labels"), stacked.pop("documents")
+        labels, documents, filled = stacked.pop("labels"), stacked.pop("documents"), stacked.pop("filled").bool()
         if self.job.reads_pairs:
-            return Rows(stacked, labels, list(counters), documents, documents)
+            return Rows(stacked, labels, list(counters), documents, documents, filled)
         if self.job.data.packing:
-            return Rows(stacked, labels, list(counters), documents)
+            return Rows(stacked, labels, list(counters), documents, filled=filled)
         del stacked["position_ids"]
-        return Rows(stacked, labels, list(counters))
+        return Rows(stacked, labels, list(counters), filled=filled)
 
     def _columns(self, sequence: list[Row]) -> dict[str, list[int]]:
-        columns: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "documents": []}
+        columns: dict[str, list[int]] = {name: [] for name in ("input_ids", "labels", "position_ids", "documents")}
         padding = next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)
         room = self.length - sum(len(ids) for ids, _ in sequence)
         filled = [*sequence, ([padding] * room, [False] * room)]
@@ -92,6 +92,7 @@ class RowSource:
             columns["labels"] += [*targets, NOT_COUNTED][: len(ids)]
             columns["position_ids"] += range(len(ids))
             columns["documents"] += [number] * len(ids)
+        columns["filled"] = [int(place >= self.length - room) for place in range(self.length)]
         return columns
 
     def _training_samples(self, samples: list[Sample]) -> list[Sample]:

@@ -415,7 +415,8 @@ def rows_of(batch: Batch, with_padding: bool = False) -> Rows:
     labels = None if batch.labels is None else batch.labels[real]
     documents = None if batch.document_ids is None else batch.document_ids[real]
     completions = None if batch.completions is None else batch.completions[real]
-    return Rows(inputs, labels, batch.rows[real].tolist(), documents, completions)
+    filled = None if batch.is_token is None else ~batch.is_token[real]
+    return Rows(inputs, labels, batch.rows[real].tolist(), documents, completions, filled)
 
 
 def compare_clipping(plan: Plan, ours: Captured) -> list[Difference]:

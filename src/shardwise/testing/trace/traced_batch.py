@@ -79,6 +79,7 @@ def _tokens(plan: Plan) -> Batch:
         labels=tokens,
         rows=torch.arange(rows),
         document_ids=tokens if isolated else None,
+        is_token=tokens == 0 if plan.job.data.has_rows else None,
         completions=tokens if plan.job.reads_pairs else None,
         reference=torch.zeros(rows, most_completions(length), dtype=torch.float64)
         if plan.reference == PRECOMPUTED
