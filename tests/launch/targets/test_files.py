@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a name that is none": ("jobset", {"name": "My Run"}, r"launch.name='My Run'.*use my-run"),
     "a long name": ("jobset", {"name": "a" * 50}, "has 68 letters, of 63 .* use at most 45"),
     "a long name of SageMaker": ("sagemaker", {"name": "a" * 64}, "SageMaker takes letters, digits and hyphens"),
+    "a rank of its own": ("local", {"environment": {"RANK": "0"}}, "local says it to each rank; leave it out"),
+    "a port of its own": ("slurm", {"environment": {"MASTER_PORT": "1"}}, "slurm says it .*; give launch.port"),
+    "an option of torchrun": ("slurm", {"environment": {"PET_NNODES": "1"}}, "launch.environment.PET_NNODES"),
+    "a label of Kueue": ("jobset", {"labels": {"kueue.x-k8s.io/queue-name": "a"}}, "sets it; give launch.queue"),
+    "an option in another": ("slurm", {"account": "a\n#SBATCH --wrap=x"}, r"launch.account=.*sbatch reads words"),
     "no time": ("slurm", {"time_limit": "soon"}, "must be seconds, HH:MM:SS"),
     "a time that is too short": ("slurm", {"time_limit": "5m"}, "must be longer than launch.stop_seconds"),
     "an unknown kind of mount": ("jobset", {"mounts": {"/data": "nfs:x"}}, "must begin with pvc: or host:"),
@@ -242,9 +248,22 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         launch(job, "slurm", tmp_path / "other")
 
 
+def test_a_directory_is_quoted_or_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "it's $(touch ran)"
+    assert launch(job_for("local"), "local", directory).files
+    script = (directory / "run.sh").read_text()
+    (line,) = [line for line in script.splitlines() if line.startswith("exec ")]
+    assert str(directory / "job.yaml") in shlex.split(line)
+    with pytest.raises(ConfigError, match="sbatch reads words"):
+        launch(job_for("slurm"), "slurm", tmp_path / "with space")
+    assert not (tmp_path / "with space").exists()
+
+
 def test_what_a_container_would_lose_is_noted() -> None:
     plan = plan_for_target(job_for("jobset", mounts=None), "jobset")
     assert any("output=/data/runs/llama lies inside of the container" in note for note in plan.notes)
+    beside = plan_for_target(job_for("jobset", mounts={"/da": "pvc:data"}), "jobset")
+    assert any("output=/data/runs/llama lies inside of the container" in note for note in beside.notes)
     assert any("model.path=/data/models/llama3-8b is not on this machine" in note for note in plan.notes)
 
 

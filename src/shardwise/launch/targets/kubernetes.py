@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from shardwise.errors import ConfigError, LaunchError
@@ -61,6 +61,9 @@ class KubernetesTarget(LaunchTarget):
     def finish(self, plan: LaunchPlan) -> LaunchPlan:
         """Check what Kueue and the pods need; note what would be lost with a container."""
         settings, resources = plan.settings, plan.resources
+        for label in {LABEL, QUEUE, PRIORITY} & settings.labels.keys():
+            way = {QUEUE: "give launch.queue", PRIORITY: "give launch.priority"}.get(label, "leave it out")
+            raise ConfigError(f"launch.labels.{label}: {self.name} sets it; {way}")
         for key in QUEUED:
             if getattr(settings, key) is not None and settings.queue is None:
                 raise ConfigError(f"launch.{key}={getattr(settings, key)!r} is read by Kueue alone; give launch.queue")
@@ -294,11 +297,15 @@ def kept_outside(plan: LaunchPlan) -> Iterator[str]:
     if plan.job.checkpoint.directory is not None:
         written["checkpoint.directory"] = plan.job.checkpoint.directory
     for key, path in written.items():
-        if "://" not in path and not any(path.startswith(mount) for mount in plan.settings.mounts):
+        if "://" not in path and not _lies_in(path, plan.settings.mounts):
             yield (
                 f"{key}={path} lies inside of the container and ends with it; mount a volume there (launch.mounts), or "
                 "give a directory of one"
             )
+
+
+def _lies_in(path: str, directories: Iterable[str]) -> bool:
+    return any(PurePosixPath(path).is_relative_to(directory) for directory in directories)
 
 
 def _kubectl(record: LaunchRecord) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,13 +51,13 @@ class LocalTarget(LaunchTarget):
     def files(self, plan: LaunchPlan, directory: Path) -> Mapping[str, str]:
         """Return the job and a script."""
         setup = "\n".join(plan.settings.setup)
-        job = directory / JOB_FILE
+        job = shlex.quote(str(directory / JOB_FILE))
         text = f"""#!/usr/bin/env bash
 # {plan.name}: written by `shardwise launch`; `shardwise jobs` knows it once it runs.
 set -euo pipefail
 {script_exports(plan)}
 {setup}
-exec "${{{INTERPRETER}:-python3}}" -m shardwise train '{job}' --parallel.workers {plan.ranks_of_node}
+exec "${{{INTERPRETER}:-python3}}" -m shardwise train {job} --parallel.workers {plan.ranks_of_node}
 """
         return {SCRIPT: text, JOB_FILE: job_text(plan)}
 

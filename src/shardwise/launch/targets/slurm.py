@@ -40,6 +40,8 @@ class SlurmTarget(LaunchTarget):
             raise ConfigError(
                 "launch.mounts does nothing without a container under Slurm; give launch.image, or leave it out"
             )
+        for key in ("queue", "priority", "account"):
+            _check_word(f"launch.{key}", getattr(plan.settings, key) or "")
         return super().finish(plan)
 
     def derive(self, plan: LaunchPlan) -> Iterator[DerivedValue]:
@@ -60,7 +62,12 @@ class SlurmTarget(LaunchTarget):
             yield DerivedValue("container", settings.image, "launch.image, by pyxis (--container-image)")
 
     def files(self, plan: LaunchPlan, directory: Path) -> Mapping[str, str]:
-        """Return the job and the batch script."""
+        """Return the job and the batch script.
+
+        Raises:
+            ConfigError: the directory is no word of sbatch.
+        """
+        _check_word("the launch's directory", str(directory))
         return {SCRIPT: batch_script(plan, directory), JOB_FILE: job_text(plan)}
 
     def check_client(self, record: LaunchRecord) -> None:
@@ -94,6 +101,12 @@ class SlurmTarget(LaunchTarget):
         """Cancel the job: its steps get SIGTERM, upon which the state is saved within Slurm's KillWait."""
         number, cluster = _number(record)
         run_client(["scancel", *cluster, number])
+
+
+def _check_word(what: str, value: str) -> None:
+    """Refuse a value that sbatch, which reads options of a script word by word, would take for another."""
+    if re.search(r"""[\s'"#%\\]""", value):
+        raise ConfigError(f"{what}={value!r}: sbatch reads words; leave out spaces, quotes and any of # % \\")
 
 
 def batch_script(plan: LaunchPlan, directory: Path) -> str:

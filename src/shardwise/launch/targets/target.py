@@ -24,6 +24,8 @@ from shardwise.words import one_of
 
 EVERYWHERE = ("name", "cluster", "environment")
 JOB_FILE = "job.yaml"
+OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR"}
+PORT, OF_TORCHRUN = "MASTER_PORT", "PET_"  # the prefix of torchrun's options
 
 
 class LaunchTarget(ABC):
@@ -71,6 +73,9 @@ class LaunchTarget(ABC):
         for variable in {*settings.environment, *settings.secrets}:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
                 raise ConfigError(f"launch.environment: {variable!r} is no name of a variable; use letters, digits, _")
+            if variable in (PORT, *OF_RANKS) or variable.startswith(OF_TORCHRUN):
+                way = "give launch.port" if variable == PORT and "port" in self.keys else "leave it out"
+                raise ConfigError(f"launch.environment.{variable}: {self.name} says it to each rank; {way}")
 
     def find_cluster(self, job: Job) -> Cluster:
         """Return the nodes of a job.

@@ -4,4 +4,4 @@ set -euo pipefail
 export PYTHONUNBUFFERED=1
 export NCCL_DEBUG=WARN
 ulimit -n 4096
-exec "${SHARDWISE_PYTHON:-python3}" -m shardwise train '/shared/launches/llama/job.yaml' --parallel.workers 2
+exec "${SHARDWISE_PYTHON:-python3}" -m shardwise train /shared/launches/llama/job.yaml --parallel.workers 2
