@@ -18,7 +18,7 @@ from shardwise.commands import train as entry
 from shardwise.errors import CheckpointError, DamagedError, DataError, OutputError, WorkerError
 from shardwise.job.schema import Job
 from shardwise.observe.metrics import read_metrics
-from shardwise.testing.world import WorldPool
+from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.checkpoints import RunCheckpoints, resume_hint
 from shardwise.training.output import check_output, check_resume, claim_output, clear_output
 from shardwise.training.session import TrainingResult
@@ -201,6 +201,13 @@ def test_a_checkpoint_to_resume_from_is_looked_for_before_workers_start(
             entry.train(resumed(new, resume=str(path)))
     assert not (tmp_path / "new").exists()
     check_resume(resumed(new, resume=str(tmp_path / "run/checkpoints/step-00000006")))
+
+
+def test_a_run_that_is_behind_its_checkpoint_is_refused(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    world_pool.run(2, train, a_job(corpora, tmp_path / "run"))
+    fewer = a_job(corpora, tmp_path / "run", training={"steps": STEPS - 1})
+    with pytest.raises(WorldError, match=rf"has {STEPS} steps behind it, and training.steps={STEPS - 1}; give more"):
+        world_pool.run(2, train, resumed(fewer))
 
 
 def resume_with_an_old_listing(job: Job) -> tuple[float, int]:

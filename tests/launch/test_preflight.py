@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from shardwise.errors import OutputError
 from shardwise.launch import loopback, preflight
 from shardwise.launch.environment import RankEnvironment
 from shardwise.launch.host_report import HostReport, gpu_row
@@ -51,6 +52,12 @@ def test_hosts_report_what_they_find(world_pool: WorldPool, tmp_path: Path) -> N
         assert abs(report.clock - time.time()) < 60
     (lone,) = preflight._exchange(ALONE, tmp_path)
     assert (lone.host, lone.versions, lone.gpus) == (first.host, first.versions, first.gpus)
+
+
+def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    with pytest.raises(OutputError, match=r"cannot be made: .*notes is a file"):
+        preflight._exchange(ALONE, tmp_path / "notes" / "run")
 
 
 def test_hosts_in_order_have_no_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shardwise.training.given_model import GivenModel
 from shardwise.training.session import Session
 from tests.habits.building import POSITIONS, WIDTH, squared_error
 from tests.model.test_row_coupling import MeanOff, Mixing
+from tests.parity.jobs import make_job
 
 SECTIONS: dict[str, Any] = {"training": {"steps": 4}, "precision": {"compute": "fp64"}, "parallel": {"device": "cpu"}}
 DATA = {"factory": "tests.habits.building:Rows"}
@@ -64,6 +66,38 @@ def test_a_sessions_own_module_is_tried_too() -> None:
     example = {"x": torch.zeros(2, POSITIONS, WIDTH)}
     found = [GivenModel.of(module, 0, example).study(job).couples_rows for module in (Mixing(), MeanOff())]
     assert found == [False, True]
+
+
+def refusals(job: Job) -> list[str]:
+    """Return what a session says of calls that have no loss, and of saves among another run's checkpoints."""
+    sections = job.model_dump(mode="json", include={"model", "data", "training", "parallel", "output"})
+    said: list[str] = []
+    with Session(sections) as session:
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        calls: list[Callable[[], object]] = [
+            lambda: session.evaluate([]),
+            lambda: session.step([{"input_ids": tokens}]),
+            lambda: session.step([{"input_ids": tokens, "labels": tokens}], learning_rate=float("nan")),
+        ]
+        for call in calls:
+            with pytest.raises(ShardwiseError) as refused:
+                call()
+            said.append(str(refused.value))
+        session.step([{"input_ids": tokens, "labels": tokens}])
+        session.save(wait=True)
+    with Session(sections) as session, pytest.raises(ShardwiseError) as refused:
+        session.save(wait=True)
+    said.append(str(refused.value))
+    return said
+
+
+def test_calls_that_cannot_be_meant_are_refused(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    job = make_job(corpora, "gpt2", layers=1).model_copy(update={"output": str(tmp_path / "run")})
+    for said in world_pool.run(2, refusals, job):
+        batches, labels, rate, save = said
+        assert "evaluate() got no batches" in batches and "has no labels" in labels
+        assert "learning_rate=nan" in rate
+        assert "holds checkpoints of an earlier run, the newest step-00000001; call restore()" in save
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise._torch_compat import accelerator
-from shardwise.checkpoint.catalog import Retention, checkpoint_name
+from shardwise.checkpoint.catalog import Retention, checkpoint_name, checkpoints
 from shardwise.checkpoint.description import RunDescription
 from shardwise.checkpoint.manifest import BLOCK_BYTES, Progress
 from shardwise.checkpoint.staging import Source, Staging, Straight
@@ -50,9 +50,12 @@ class Checkpointer:
 
     Args:
         data: what the manifest says of the data.
+        is_new: whether the run has not looked for a checkpoint to go on from; then there may be none.
     """
 
-    def __init__(self, model: ParallelModel, optimizer: Optimizer, store: Store, data: dict[str, Any]) -> None:
+    def __init__(
+        self, model: ParallelModel, optimizer: Optimizer, store: Store, data: dict[str, Any], is_new: bool = False
+    ) -> None:
         self.model, self.optimizer, self.store = model, optimizer, store
         self.description = RunDescription(model, data)
         self.settings = model.plan.job.checkpoint
@@ -62,7 +65,7 @@ class Checkpointer:
         self.saved: str | None = None
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
-        self._run = claim(store)
+        self._run = claim(store, is_new)
         # Members of a combined optimizer may be stepped by themselves, in another thread.
         optimizers = [optimizer.inner, *getattr(optimizer.inner, "members", ())]
         self._hooks = [member.register_step_pre_hook(lambda *_: self.settle()) for member in optimizers]
@@ -189,16 +192,24 @@ def named(failure: BaseException, where: str) -> ShardwiseError:
     return CheckpointError(f"a checkpoint in {where} could not be written or read: {reason}; earlier ones are intact")
 
 
-def claim(store: Store) -> str:
+def claim(store: Store, is_new: bool = False) -> str:
     """Make the store this run's, and see that every rank sees it. Collective; returns the run's name in it.
 
     Raises:
-        CheckpointError: the directory cannot be written, or some rank's host has another one under this path.
+        CheckpointError: the directory cannot be written, or some rank's host has another one under this path, or a run
+            that `is_new` finds another one's checkpoints.
     """
     said: list[str] = [uuid.uuid4().hex, ""]
     if dist.get_rank() == 0:
         try:
+            if is_new and (names := checkpoints(store)):
+                raise CheckpointError(
+                    f"it holds checkpoints of an earlier run, the newest {names[0]}; call restore() with "
+                    "checkpoint.resume=auto to go on from it, or give another directory"
+                )
             store.claim(said[0])
+        except CheckpointError as error:
+            said[1] = str(error)
         except Exception as error:  # an object store has errors of its own
             said[1] = f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(said)

@@ -218,6 +218,10 @@ def parse_yaml(text: str, what: str) -> Any:
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         verdict = "cannot be read" if isinstance(error, _OtherBase) else "is not YAML"
         raise ConfigError(f"{what} {verdict}{place}: {getattr(error, 'problem', None) or error}") from None
+    except ValueError as error:  # a date that is none
+        raise ConfigError(f"{what} cannot be read: {error}; quote what is text") from None
+    except RecursionError:
+        raise ConfigError(f"{what} cannot be read: its brackets stand in each other too deeply") from None
 
 
 # -------------------------------------------------------------------------------------------------------- overrides

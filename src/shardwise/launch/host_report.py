@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from shardwise.collectives.topology import host_name
+from shardwise.errors import OutputError
 
 PACKAGES = ("shardwise", "torch", "transformers", "safetensors")
 WRITTEN_BYTES = 1 << 26  # to the disk, to see how quick it is
@@ -63,8 +64,13 @@ def report_of_host(output: Path, address: str) -> HostReport:
     Args:
         output: directory that a run would write into; it need not be there.
         address: of the first host.
+
+    Raises:
+        OutputError: a file is in the place of a directory.
     """
-    place = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.is_dir())
+    place = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
+    if not place.is_dir():
+        raise OutputError(f"output={str(output)!r} cannot be made: {place} is a file; use another --output")
     disk, memory = shutil.disk_usage(place), psutil.virtual_memory()
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else -1
     return HostReport(

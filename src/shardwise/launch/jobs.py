@@ -22,8 +22,12 @@ def launch_table(directory: Path) -> Table:
         raise OutputError(f"{str(directory)!r} holds no launch, nor do the directories in it; give another one")
     table = Table("directory", "name", "target", "submitted as", "state")
     for place in places:
-        record = read_record(place)
-        table.add_row(str(place), record.name, record.target, record.identifier, _state(record))
+        try:
+            record = read_record(place)
+        except OutputError as error:
+            table.add_row(str(place), "", "", "", str(error))
+        else:
+            table.add_row(str(place), record.name, record.target, record.identifier, _state(record))
     return table
 
 

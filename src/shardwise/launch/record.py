@@ -55,18 +55,18 @@ def read_record(directory: Path) -> LaunchRecord:
         submitted = directory / SUBMITTED_FILE
         state = json.loads(submitted.read_text(encoding="utf-8") or "{}") if submitted.exists() else None
         record = LaunchRecord(directory, data["target"], data["name"], data["details"])
+        identifier = "" if state is None else state.get("id", "")
     except FileNotFoundError:
         hint = "" if directory.is_dir() else nearest_file(directory)
         raise OutputError(
             f"{str(directory)!r} holds no launch; give a directory that `shardwise launch` wrote.{hint}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(
             f"{directory / RECORD_FILE} cannot be read: {error!r}; launch into another directory"
         ) from None
     if state is None:
         return record
-    identifier = state.get("id", "")
     return LaunchRecord(
         directory, record.target, record.name, record.details, identifier, "submitted" if identifier else "submitting"
     )

@@ -90,6 +90,7 @@ class RunCheckpoints:
         self.checkpointer: Checkpointer | None = None
         self.memory: HostMemoryState | None = None
         self._keeper: StateKeeper | None = None
+        self._has_looked = False  # for a checkpoint to go on from
 
     @property
     def failed(self) -> bool:
@@ -102,6 +103,7 @@ class RunCheckpoints:
         The store is claimed once that has succeeded: a run that cannot begin takes it from no other.
         """
         assembled, memory, notes = self.assembled, None, list[str]()
+        self._has_looked = True
         if self.memory is not None and self.memory.step >= 0:
             memory, notes = completed_memory(self.memory.places, self.memory.step, assembled.model.device)
         restored = restore(
@@ -123,7 +125,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: this save where it is waited for, or the last one, failed on some rank.
         """
-        self.checkpointer = self.checkpointer or self._make()
+        self.checkpointer = self.checkpointer or self._make(is_new=not self._has_looked)
         self.checkpointer.save(progress, self.assembled.scaler, wait=wait)
         return f"{self.store.root}/{checkpoint_name(progress.step)}"
 
@@ -161,9 +163,9 @@ class RunCheckpoints:
         if self.checkpointer is not None:
             self.checkpointer.close()
 
-    def _make(self) -> Checkpointer:
+    def _make(self, is_new: bool = False) -> Checkpointer:
         assembled = self.assembled
-        return Checkpointer(assembled.model, assembled.optimizer, self.store, data_facts(assembled))
+        return Checkpointer(assembled.model, assembled.optimizer, self.store, data_facts(assembled), is_new)
 
 
 def data_facts(assembled: AssembledJob) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.job.tasks import TASKS
 from shardwise.parallel.objective import Objective
 from shardwise.training.loss_trial import LossTrials
+from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.objectives.own_loss import LossFunction, OwnLoss, head_in_forward
 from shardwise.training.objectives.own_module import OwnModule
 from shardwise.training.setup import AssembledJob
@@ -21,16 +22,19 @@ from shardwise.training.setup import AssembledJob
 Microbatch = Batch | Mapping[str, Tensor]
 
 
-def as_batches(microbatches: Sequence[Microbatch], assembled: AssembledJob, samples: int) -> list[Batch]:
+def as_batches(
+    microbatches: Sequence[Microbatch], assembled: AssembledJob, samples: int, has_own_loss: bool
+) -> list[Batch]:
     """Return batches of what a loop brings; mappings hold keyword arguments of the model, and `labels`.
 
     Labels of a causal language model of transformers stand, as there, at their own token's position.
 
     Args:
         samples: counter of the step's first row over all ranks, on which dropout depends.
+        has_own_loss: whether the loss is the job's, which for language models needs labels.
 
     Raises:
-        ConfigError: there are none, or a pipeline gets another number of rows than it was planned for.
+        ConfigError: there are none, or no labels, or a pipeline gets another number of rows than it was planned for.
     """
     if not microbatches:
         raise ConfigError("step() got no microbatch; every rank brings at least one, and all equally many")
@@ -41,6 +45,8 @@ def as_batches(microbatches: Sequence[Microbatch], assembled: AssembledJob, samp
         if not isinstance(microbatch, Batch):
             first = samples + (number * ranks + rank) * len(batch.rows)
             batch.rows += first
+        if batch.labels is None and has_own_loss and isinstance(assembled.objective, LanguageModelling):
+            raise ConfigError("a microbatch has no labels, of which the job takes its loss; give `labels` [B, S]")
         _check_rows(batch, assembled, len(microbatches))
         batches.append(batch)
     return batches

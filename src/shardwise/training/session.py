@@ -14,6 +14,7 @@ several, in a process of its own the only one.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -289,15 +290,19 @@ class Session:
             learning_rate: of this step, in the place of the schedule's.
 
         Raises:
+            ConfigError: there is no microbatch, or one without labels whose loss needs them, or no such learning rate.
             ShardwiseError: a callback, a checkpoint or the caller's loss failed, on this rank or another.
             CapacityError: there is not enough memory; the message says which changes would fit.
         """
+        if learning_rate is not None and not 0 <= learning_rate < math.inf:
+            raise ConfigError(f"step(learning_rate={learning_rate}): must be a finite number of 0 or more")
         self.start()
         if self._fetched is None:
             self._begin_step()
         began, self._fetched = self._fetched or time.perf_counter(), None
         self.callbacks.call("on_step_begin", self)
-        batches = as_batches([batch] if isinstance(batch, Batch | Mapping) else batch, self.assembled, self._samples)
+        given = [batch] if isinstance(batch, Batch | Mapping) else batch
+        batches = as_batches(given, self.assembled, self._samples, loss_function is None)
         rate = self.scheduled_rate() if learning_rate is None else learning_rate
         self.optimizer.set_learning_rate(rate)
         result = self._train(batches, loss_function)
@@ -340,7 +345,7 @@ class Session:
             batches = assembled.evaluation(assembled.data.validation)
         trials = self._loss_trials if self.layout.data_ranks > 1 else None
         with self.averaged(), objective_for(assembled, loss_function, trials) as objective:
-            validation = self._evaluated(objective, batches)
+            validation = self._evaluated(objective, batches, loss_function is None)
             sets = {name: self._evaluated(objective, assembled.evaluation(split)) for name, split in splits.items()}
             sets |= self._of_ema(objective) if is_own else {}
             begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
@@ -385,8 +390,12 @@ class Session:
         with self.model.ema_in_place():
             return {"ema": self._evaluated(objective, self.assembled.evaluation(self.assembled.data.validation))}
 
-    def _evaluated(self, objective: Objective, batches: Iterable[Sequence[Microbatch]]) -> EvaluationResult:
-        steps = [as_batches(microbatches, self.assembled, self._samples) for microbatches in batches]
+    def _evaluated(
+        self, objective: Objective, batches: Iterable[Sequence[Microbatch]], has_own_loss: bool = True
+    ) -> EvaluationResult:
+        steps = [as_batches(microbatches, self.assembled, self._samples, has_own_loss) for microbatches in batches]
+        if not steps:
+            raise ConfigError("evaluate() got no batches, which have no loss; every rank brings equally many")
         with self.calls.final_if_it_fails():
             return evaluate(self.model, objective, steps)
 

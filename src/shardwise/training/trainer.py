@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwise.data.batch import Batch
-from shardwise.errors import ShardwiseError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.launch.interrupt import Interrupt
 from shardwise.observe.callback import Callback
@@ -34,10 +34,25 @@ def train_rank(
     with Session(job, callbacks=callbacks, device=device) as session:
         session.checkpoints.memory = memory
         session.restore()
+        _check_is_ahead(session)
         session.callbacks.extend(observers(session.assembled))
         session.start()
         with Interrupt(session.rank, request_file) as interrupt:
             return Trainer(session, interrupt).run()
+
+
+def _check_is_ahead(session: Session) -> None:
+    """Refuse a run that has done more steps than it shall take.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    done, steps = session.progress.step, session.plan.steps
+    if done > steps:
+        raise CheckpointError(
+            f"the checkpoint has {done} steps behind it, and training.steps={steps}; give more, or resume from an "
+            "earlier one"
+        )
 
 
 class Trainer:

@@ -211,6 +211,12 @@ def test_directories_that_hold_no_launch_are_named(tmp_path: Path) -> None:
         jobs.job_status(tmp_path / "run")
     launch(job_for("slurm"), "slurm", tmp_path / "runs")
     assert jobs.launch_table(tmp_path).row_count == 1
+    for name, text in {"torn": "{", "other": "[]", "half": '{"target": "local"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "launch.json").write_text(text)
+    table = jobs.launch_table(tmp_path)
+    states = list(table.columns[-1].cells)
+    assert len(states) == 4 and sum("cannot be read" in str(state) for state in states) == 3
     assert jobs.job_status(tmp_path / "runs") == "written, not submitted"
     with pytest.raises(LaunchError, match="was not submitted"):
         jobs.stop_job(tmp_path / "runs")
