@@ -387,7 +387,7 @@ def test_another_corpus_is_refused(world_pool: WorldPool, newest: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("nowhere/step-1", "nowhere/step-1 is not a complete checkpoint"), (".", "is not a complete"),
+    [("nowhere/step-1", "nowhere/step-1 does not exist"), (".", "is not a complete"),
      (f"{NEWER}/{FILE}", "cannot be read")],
 )  # fmt: skip
 def test_a_path_without_a_checkpoint(world_pool: WorldPool, corpora: Path, newest: Path, path: str, said: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from shardwise import __version__
 from shardwise.commands.cli import COMMANDS, main
-from shardwise.errors import DataError, WorkerError
+from shardwise.errors import DataError, OutputError, WorkerError
 from shardwise.errors.exit_codes import FAULT, STOPPED
 from shardwise.job.keys import leaf_keys
 from shardwise.job.schema import Job
@@ -390,3 +390,9 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert all(word in shown for word in (__version__, "torch", "gloo", "cores", "memory", "extra test"))
     assert "rank 0 (local 0)" in shown and "cpu: rank 0" in shown
+
+
+@pytest.mark.parametrize("words", [("export", "a" * 300, "out"), ("jobs", "list", "a" * 300)])
+def test_a_name_that_is_too_long_is_no_traceback(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(list(words)) == OutputError.exit_code
+    assert "is longer than a file's name may be" in " ".join(capsys.readouterr().err.split())

@@ -171,6 +171,12 @@ def test_bad_rows_are_refused_by_file_and_row_with_a_fix(bad: BadRow) -> None:
     assert bad.fix in said.partition(bad.problem)[2], said
 
 
+def test_rows_without_text_are_named_as_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": []}])
+    with pytest.raises(DataError, match=r"is empty: no row has any text \(chat: "):
+        prepare(with_format(Job(data={"path": str(path)})))
+
+
 def test_a_bad_row_ends_the_preparation_with_its_line(tmp_path: Path) -> None:
     rows = [{"messages": as_messages(turns)} for turns in CHATS]
     rows[3] = {"messages": [QUESTION, {"role": "assistant", "content": ""}]}

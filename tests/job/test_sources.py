@@ -260,6 +260,8 @@ def test_wrong_overrides(words: list[str], says: str) -> None:
         ("", "is empty"),
         ("- a", "holds list at its top"),
         ("training: {steps: 3", "is not YAML at line 1"),
+        ("output: " + "a" * 256, "must be a path whose parts have 255 bytes at most"),
+        ('output: "a\\0"', "must be a path without zero bytes"),
         ("output: 2026-13-45", "cannot be read: month must be in 1..12; quote what is text"),
         ("[" * 5000, "stand in each other too deeply"),
         ("training:\n  steps: 3\n  steps: 4\n", "at line 3, column 3: key 'steps' is given twice"),

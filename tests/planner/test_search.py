@@ -341,6 +341,9 @@ def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixt
         (("--trace", "--write", "x.yaml"), "does nothing with --trace"),
         (("--cluster", "cpu:4", "--parallel.tensor_parallel_degree", "3"), "3 does not divide the 4 ranks; use"),
         (("--cluster", "cpu:2", "--explain", "tensor_degree=2"), "Did you mean 'tensor_parallel_degree'?"),
+        (("--cluster", "cpu:2", "--explain", "0"), "layouts of the table have numbers from 1"),
+        (("--cluster", "cpu:2", "--explain", "best"), "no number of the table, nor `sure`, nor key=value"),
+        (("--cluster", "cpu:1", "--limit", "1", "--explain", "99"), "the table has 1 layouts; use 1 to 1"),
         (("--tokens", "many"), "not a number above 0"),
     ],
 )

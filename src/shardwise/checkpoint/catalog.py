@@ -46,7 +46,7 @@ def manifest_alone(store: Store, name: str) -> Manifest:
     """The manifest of a checkpoint, whatever has become of its files.
 
     Raises:
-        IncompleteError: there is none.
+        IncompleteError: there is none, or no checkpoint.
         DamagedError: it is not as it was written.
         CheckpointError: it is unreadable or of a newer version, and why.
     """
@@ -54,12 +54,22 @@ def manifest_alone(store: Store, name: str) -> Manifest:
     try:
         return parse(store.read(name, FILE), f"{where}/{FILE}")
     except FileNotFoundError:
+        if not _is_there(store, name):
+            raise IncompleteError(f"{where} does not exist; `shardwise checkpoint ls` says what there is") from None
         raise IncompleteError(
             f"{where} is not a complete checkpoint: it has no {FILE}, which is written last; "
             f"a killed run leaves that{OLDER}"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
+
+
+def _is_there(store: Store, name: str) -> bool:
+    """Return whether anything lies under a checkpoint's name; an object store has no empty directories."""
+    try:
+        return bool(store.sizes(name)) or name in store.names()
+    except OSError:
+        return False
 
 
 def read_manifest(store: Store, name: str) -> Manifest:

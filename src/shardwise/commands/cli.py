@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import signal
 import sys
 import textwrap
@@ -531,6 +532,11 @@ def main(words: Sequence[str] | None = None) -> int:
         _complain(str(error))
         leave_failure(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _complain(f"{str(error.filename)[:80]}… is longer than a file's name may be")
+        return OutputError.exit_code
     except KeyboardInterrupt:
         with _deaf_to_interrupts():
             _complain("interrupted")

@@ -90,6 +90,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("tokens", "price", "explain", "html", "write"):
         if options.trace and getattr(options, name) is not None:
             raise ConfigError(f"--{name} does nothing with --trace, which traces the job as it is; leave one out")
+    if options.explain is not None:
+        _check_explain(options.explain)
     if options.price is not None and options.tokens is None:
         raise ConfigError(f"--price={options.price:g} does nothing without --tokens; give both")
 
@@ -233,10 +235,8 @@ def _asked(result: SearchResult, text: str) -> Candidate:
 
     if text.isdecimal():
         shown = distinct(result.ranked, int(text))
-        if not 0 < int(text) <= len(shown):
-            raise ConfigError(
-                f"--explain={text}: the table has {len(distinct(result.ranked, 10**6))} layouts; use 1 or more"
-            )
+        if int(text) > len(shown):
+            raise ConfigError(f"--explain={text}: the table has {len(shown)} layouts; use 1 to {len(shown)}")
         return shown[-1]
     if text == "sure":
         if result.surest is None:
@@ -244,6 +244,14 @@ def _asked(result: SearchResult, text: str) -> Candidate:
         return result.surest
     wanted = _wanted(text)
     return matching(result, wanted) or of_changes(result, wanted)
+
+
+def _check_explain(text: str) -> None:
+    """Refuse what names no layout, before any is searched for."""
+    if text.isdecimal() and not int(text):
+        raise ConfigError("--explain=0: layouts of the table have numbers from 1")
+    if not text.isdecimal() and text != "sure":
+        _wanted(text)
 
 
 def _wanted(text: str) -> Changes:
@@ -258,11 +266,10 @@ def _wanted(text: str) -> Changes:
     for word in text.split(","):
         name, equals, value = word.strip().partition("=")
         key = known.get(name.rpartition(".")[2])
-        if not equals or key is None or (name != key and "." in name):
-            raise ConfigError(
-                f"--explain={text!r}: {word!r} is neither a number of the table, nor `sure`, nor key=value."
-                f"{nearest(name, known)}"
-            )
+        if not equals:
+            raise ConfigError(f"--explain={text!r}: {word!r} is no number of the table, nor `sure`, nor key=value")
+        if key is None or (name != key and "." in name):
+            raise ConfigError(f"--explain={text!r}: unknown key {name}.{nearest(name, known)}")
         wanted[key] = read_value(key, value)
     return wanted
 

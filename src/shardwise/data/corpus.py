@@ -61,11 +61,13 @@ class Corpus:
 
     def emptiness(self, unit: str) -> str:
         """Return the message for a corpus in which no document has any `unit`."""
-        column = "" if self.container == "text" else f" in its column {self.column!r} (data.field)"
+        is_row = self.format in ROW_FORMATS
+        column = "" if self.container == "text" or is_row else f" in its column {self.column!r} (data.field)"
         kept = "" if self.filter is None else f" of those that data.filter={self.filter.wanted!r} keeps"
+        unit_of_file = "row" if is_row else "document"
         return (
-            f"data.path={self.path!r} is empty: no document{kept} has any {unit}{column} ({self.describe()}); give a "
-            "path with text, or leave data.path out for the standard library's sources"
+            f"data.path={self.path!r} is empty: no {unit_of_file}{kept} has any {unit}{column} ({self.describe()}); "
+            "give a path with text, or leave data.path out for the standard library's sources"
         )
 
     def texts(self) -> Iterator[tuple[str, bool]]:

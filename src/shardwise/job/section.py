@@ -16,12 +16,25 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from shardwise.errors import ConfigError
 from shardwise.job.smp_options import BY_NAME
 from shardwise.words import nearest, one_of
 
-UserPath = Annotated[str, AfterValidator(os.path.expanduser)]  # `~` is the home directory; no shell may have put it in
+LONGEST_NAME = 255  # bytes, of a file on every file system
+
+
+def _user_path(path: str) -> str:
+    """Return a path with `~` as the home directory, which no shell may have put in."""
+    if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+        raise PydanticCustomError("path", "a path whose parts have 255 bytes at most")
+    if "\0" in path:
+        raise PydanticCustomError("path", "a path without zero bytes")
+    return os.path.expanduser(path)
+
+
+UserPath = Annotated[str, AfterValidator(_user_path)]
 
 
 class Section(BaseModel):
