@@ -666,7 +666,7 @@ class ParallelModel:
             sides=sequences if isinstance(sequences, tuple) else (),
             documents=documents,
             counted=getattr(microbatch, "counted", None),
-            is_token=getattr(microbatch, "is_token", None),
+            is_token=None if self.facts.stages.encoder else getattr(microbatch, "is_token", None),
             first_row=int(microbatch.rows[0]) if self.facts.may_draw and len(microbatch.rows) else None,
             numbers_positions=numbers_positions(self.module, getattr(microbatch, "inputs", None)),
         )

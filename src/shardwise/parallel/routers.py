@@ -248,10 +248,11 @@ def counted_tokens(scope: DropoutScope | None, tokens: int, device: torch.device
     if scope is None or scope.counted is None:
         return torch.ones(tokens, dtype=torch.bool, device=device)
     rows = scope.counted[:, None]
-    if scope.is_token is None:
-        return rows.expand(-1, tokens // len(rows)).flatten()
     first, end = scope.positions or (0, None)  # with sequence parallelism, of the tensor rank
-    return (rows & scope.is_token[:, first:end]).flatten()
+    is_token = None if scope.is_token is None else scope.is_token[:, first:end]
+    if is_token is None or is_token.numel() != tokens:  # a mask of other sequences, such as an encoder's
+        return rows.expand(-1, tokens // len(rows)).flatten()
+    return (rows & is_token).flatten()
 
 
 def updated_bias(bias: Tensor, routed: Tensor, rate: float) -> Tensor:
