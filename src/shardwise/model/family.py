@@ -64,6 +64,9 @@ class Family:
         unfit_dtypes: `fp64` or `bf16` (for fp16 too) -> why transformers' own code does not train in it, as a clause
             about that code.
         couples_rows: whether rows of a microbatch change each other's numbers, by what its code counts over all.
+        keeps_documents_apart: whether code of its own keeps documents of a sequence apart by a mask of attention, where
+            the structure does not show it.
+        document_refusal: why its models take no such mask, as a clause about them.
         refusal: why its models cannot be trained here at all, as a clause about its code.
     """
 
@@ -77,4 +80,6 @@ class Family:
     settle: Callable[[nn.Module, int], None] | None = None
     unfit_dtypes: Mapping[str, str] = field(default_factory=dict)
     couples_rows: bool = False
+    keeps_documents_apart: bool = False
+    document_refusal: str = ""
     refusal: str = ""

@@ -3,8 +3,8 @@
 What keeps them apart is a mask of attention. A model whose inputs context ranks can split looks at other positions
 through the AttentionInterface alone, which is given that mask. So does one whose blocks run on some rows of sequences,
 where no module is given all of them and nothing is mixed outside. In any other a state, a convolution or a product may
-go from one document to the next. Some of these take the mask in code of their own: a test changes a document of every
-type of the installed transformers, and sees whether the next one moves.
+go from one document to the next. Some of these take the mask in code of their own, which their family's record says. A
+test changes a document of every type of the installed transformers, and sees whether the next one moves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwise.job.capability import SUPPORTED, Capability, refused
 from shardwise.model.facts import SplitForward
-
-BY_OWN_CODE = frozenset({
-    "axk2", "big_bird", "bigbird_pegasus", "deepseek_v32", "doge", "dots3_note", "dots3_note_text", "git",
-    "glm_moe_dsa", "got_ocr2", "gpt_neox_japanese", "hrm_text", "hy_v4", "ibert", "jetmoe", "longcat_flash", "luke",
-    "megatron-bert", "mpnet", "mpt", "mra", "mvp", "phi4_multimodal", "phimoe", "rembert", "roformer", "squeezebert",
-    "tapas", "trocr", "xglm", "xmod",
-})  # fmt: skip
-TAKES_NONE = {"esm": "multiplies its embeddings by its mask"}
+from shardwise.model.registry import family_of
 
 
 def isolation_capability(
@@ -37,11 +30,12 @@ def isolation_capability(
     if not isinstance(model, PreTrainedModel):
         return SUPPORTED
     family = str(model.config.model_type)
-    if family in TAKES_NONE:
-        return refused(f"{family} {TAKES_NONE[family]}, and takes none of documents")
+    record = family_of(family)
+    if record.document_refusal:
+        return refused(f"{family} {record.document_refusal}, and takes none of documents")
     if model.config.is_encoder_decoder:
         return refused(f"the decoder of {family} looks at all of its encoder's sequence")
-    if split_inputs.ok or family in BY_OWN_CODE:
+    if split_inputs.ok or record.keeps_documents_apart:
         return SUPPORTED
     gathered = () if split_forward is None else split_forward.gathered
     if gathered:
