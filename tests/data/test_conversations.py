@@ -78,6 +78,21 @@ def test_sharegpt_tools_and_what_parquet_adds() -> None:
     assert chat("f", {"messages": [parts, ANSWER]}).messages == [QUESTION, ANSWER]
 
 
+def test_nulls_are_kept_where_somebody_wrote_them(tmp_path: Path) -> None:
+    """An argument of a tool may be null; Arrow gives every object of a file the keys of all."""
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": None}, {"b": 1})]
+    messages = [QUESTION, *({"role": "assistant", "content": None, "tool_calls": [call]} for call in calls)]
+    write_rows(tmp_path / "rows.jsonl", [{"messages": messages}])
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
+    found = {}
+    for name in ("rows.jsonl", "rows.parquet"):
+        ((where, row),) = find_corpus(with_format(Job(data={"path": str(tmp_path / name)})).data).rows(["messages"])
+        said = chat(where, row).messages[1:]
+        found[name] = [message["tool_calls"][0]["function"]["arguments"] for message in said]
+        assert all(message["content"] == "" for message in said)
+    assert found == {"rows.jsonl": [{"a": None}, {"b": 1}], "rows.parquet": [{}, {"b": 1}]}
+
+
 def test_pairs_are_texts_or_messages() -> None:
     assert prompt_completion("f", ROWS["prompt_completion"]) == TextPair("f", "2+3?", "5")
     row = {"prompt": [QUESTION], "completion": [ANSWER]}

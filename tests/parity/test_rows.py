@@ -68,7 +68,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pairs.append({"prompt": question, "completion": answer})
         prompt = {"role": "user", "content": question}
         answers = [{"role": "assistant", "content": text} for text in (answer, "no")]
-        preferences.append({"chosen": [prompt, answers[0]], "rejected": [prompt, answers[1]]})
+        row = {"chosen": [prompt, answers[0]], "rejected": [prompt, answers[1]], "system": "Add." * draw.randrange(2)}
+        preferences.append({**row, "prompt": [prompt]} if draw.randrange(2) else row)
     for name, content in {"chat": chats, "prompt_completion": pairs, "preference": preferences}.items():
         write_rows(directory / f"{name}.jsonl", content)
     return directory

@@ -211,12 +211,12 @@ def _messages(where: str, value: Any, column: str) -> list[Message]:
 
 
 def _message(where: str, value: Any) -> Message:
-    """Return a message as templates read it; keys without a value are those of other messages in a Parquet file."""
+    """Return a message as templates read it, without keys that have no value."""
     if not isinstance(value, Mapping):
         raise DataError(
             f"{where}: expected an object with role and content, found {short(value)}; give one, or remove the row"
         )
-    message: Message = _without_nothing(value)
+    message: Message = {key: inner for key, inner in value.items() if inner is not None}
     role = _role_of(message)
     if role not in ROLES:
         raise DataError(f"{where}: unknown role {short(role)}.{nearest(str(role), [*ROLES, *SHAREGPT_ROLES])}")
@@ -254,19 +254,12 @@ def _text(where: str, content: Any) -> str:
     return str(content)
 
 
-def _without_nothing(value: Any) -> Any:
-    """Return the value without keys that hold None, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: _without_nothing(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nothing(inner) for inner in value] if isinstance(value, list) else value
-
-
 def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
     """Return the schemas of tools; columns often hold them as JSON in a text."""
     if not value:
         return None
     try:
-        tools = json.loads(value) if isinstance(value, str) else _without_nothing(value)
+        tools = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: tools is a text, but not valid JSON ({error.msg}); write a list of JSON schemas, or leave tools "

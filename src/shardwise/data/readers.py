@@ -165,12 +165,19 @@ def parquet_rows(path: Path, required: Sequence[str], optional: Sequence[str] = 
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", {name: _without_filled(value) for name, value in row.items()}
                 _tell_share(size, number - len(batch), number, rows)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read as Parquet: {error}; write it again, or set data.format to what it is"
         ) from error
+
+
+def _without_filled(value: Any) -> Any:
+    """Return a value of Arrow without the keys that objects have where others of the file have one, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _without_filled(inner) for key, inner in value.items() if inner is not None}
+    return [_without_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _tell_share(size: int, before: int, now: int, rows: int) -> None:
@@ -191,7 +198,7 @@ def dataset_rows(path: Path, required: Sequence[str], optional: Sequence[str] = 
             before = number
             for values in zip(*(batch[name] for name in wanted), strict=True):
                 number += 1
-                yield f"{path}, row {number}", dict(zip(wanted, values, strict=True))
+                yield f"{path}, row {number}", dict(zip(wanted, map(_without_filled, values), strict=True))
             _tell_share(size, before, number, rows)
     except (OSError, pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(

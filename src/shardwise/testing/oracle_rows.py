@@ -182,16 +182,21 @@ def _size(rows: list[Row]) -> int:
 
 def _messages_of(row: dict[str, Any], after: Any, other_completion: Any) -> tuple[int, list[dict[str, Any]]]:
     """(number of first messages that are a prompt, all messages)."""
+
+    def whole(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        has_own = not row.get("system") or messages[0]["role"] == "system"
+        return messages if has_own else [{"role": "system", "content": row["system"]}, *messages]
+
     if after is None:
-        messages = [_message(message) for message in row.get("messages") or row["conversations"]]
-        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-        return 0, messages if messages[0]["role"] == "system" else [*system, *messages]
-    messages = [_message(message) for message in after]
-    if isinstance(row.get("prompt"), list) and messages[0]["role"] == "assistant":
-        before = [_message(message) for message in row["prompt"]]
-        return len(before), [*before, *messages]
-    other = [_message(message) for message in other_completion]
-    return next(number for number, pair in enumerate(zip(messages, other)) if pair[0] != pair[1]), messages
+        return 0, whole([_message(message) for message in row.get("messages") or row["conversations"]])
+    own, other = ([_message(message) for message in completion] for completion in (after, other_completion))
+    prompt = [_message(message) for message in row["prompt"]] if isinstance(row.get("prompt"), list) else []
+    if prompt and (not other or "assistant" in (own[0]["role"], other[0]["role"])):
+        return len(whole(prompt)), whole([*prompt, *own])
+    if own[: len(prompt)] != prompt or other[: len(prompt)] != prompt:
+        own, other = [*prompt, *own], [*prompt, *other]
+    pairs = zip(whole(own), whole(other))
+    return next(number for number, pair in enumerate(pairs) if pair[0] != pair[1]), whole(own)
 
 
 def _message(value: dict[str, Any]) -> dict[str, Any]:
@@ -210,9 +215,16 @@ def _rows_of_files(job: Job) -> Iterator[dict[str, Any]]:
 def _rows_of_file(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_dir():
         dataset: Any = load_from_disk(str(path))
-        yield from dataset["train"] if isinstance(dataset, DatasetDict) else dataset
+        yield from map(_without_nulls, dataset["train"] if isinstance(dataset, DatasetDict) else dataset)
     elif path.suffix == ".parquet":
-        yield from pq.read_table(path).to_pylist()
+        yield from map(_without_nulls, pq.read_table(path).to_pylist())
     else:
         with opened_text(path) as lines:
             yield from (json.loads(line) for line in lines if line.strip())
+
+
+def _without_nulls(value: Any) -> Any:
+    """What a row of Arrow says: an object has every key that some object of its file has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
