@@ -224,7 +224,7 @@ def _rows_of_file(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """What a row of Arrow says: an object has every key that some object of its file has."""
+    """Return a value of Arrow without nulls: an object has every key that some object of its file has."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
