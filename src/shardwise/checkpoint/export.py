@@ -152,23 +152,24 @@ def export_checkpoint(
                 yield key.partition("/")[2], tensors.read_evaluated(stored_as(key))
                 advance(manifest.tensor_bytes(key))
 
-        whole = (
-            stored()
-            if manifest.adapter is None
-            else _with_base(stored(), manifest, manifest.adapter, trust_remote_code)
-        )
+        whole = _with_base(stored(), manifest, trust_remote_code)
         buffers = {key.partition("/")[2] for key in _of_kind("buffer/", manifest)}
         for tensor_name, tensor in whole:
             kind = "buffer" if tensor_name in buffers else "model"
             as_asked = converted(f"{kind}/{tensor_name}", tensor, dtype)
             writer.add(tensor_name, as_asked if kind == "buffer" else _written(as_asked, dtype_of(tensor_name)))
         writer.finish()
-        data = manifest.job.get("data", {})
-        copy_processor(data.get("processor"), manifest.job.get("model", {}).get("path"), writer.path)
-        copy_chat_template(data.get("chat_template"), writer.path, say)
-        for problem in writer.problems:
-            say(problem)
+        _copy_beside(manifest, writer, say)
         return writer.path
+
+
+def _copy_beside(manifest: Manifest, writer: HuggingFaceWriter, say: Say) -> None:
+    """Copy what else the job's model is asked with; `say` is told what the directory lacks."""
+    data = manifest.job.get("data", {})
+    copy_processor(data.get("processor"), manifest.job.get("model", {}).get("path"), writer.path)
+    copy_chat_template(data.get("chat_template"), writer.path, say)
+    for problem in writer.problems:
+        say(problem)
 
 
 def _writer_of(manifest: Manifest, path: str | Path, max_shard_bytes: int, say: Say) -> HuggingFaceWriter:
@@ -247,15 +248,19 @@ def _export_adapters(
 
 
 def _with_base(
-    stored: Iterator[tuple[str, Tensor]], manifest: Manifest, adapter: AdapterRecord, trust_remote_code: bool
+    stored: Iterator[tuple[str, Tensor]], manifest: Manifest, trust_remote_code: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole model with its adapters merged, what a checkpoint leaves out read from the base's directory.
+    """Yield the whole model, with its adapters merged; what a checkpoint leaves out is read from the base's directory.
 
     Weights that were packed in training are those that their packed form stands for: adapters were fitted to them.
 
     Raises:
         CheckpointError: the directory is gone, or its weights have changed.
     """
+    adapter = manifest.adapter
+    if adapter is None:
+        yield from stored
+        return
     if not adapter.base:
         yield from merged(stored, adapter.layers)
         return
