@@ -78,10 +78,13 @@ EXACT: dict[str, dict[str, Any]] = {
     },
     "rows and columns of cut tensors": {"optimizer": {"name": "Adafactor"}},
     "averages": {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant"}},
+    "an own optimizer with a number in its groups": {
+        "optimizer": {"name": "tests.training.user_code:CountsInGroup"}, "precision": {"compute": "fp32"},
+    },
 }  # fmt: skip
 
 
-QUICK = ("fp32, dropout, fused attention",)
+QUICK = ("fp32, dropout, fused attention", "an own optimizer with a number in its groups")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +211,29 @@ def test_a_run_that_is_behind_its_checkpoint_is_refused(world_pool: WorldPool, c
     fewer = a_job(corpora, tmp_path / "run", training={"steps": STEPS - 1})
     with pytest.raises(WorldError, match=rf"has {STEPS} steps behind it, and training.steps={STEPS - 1}; give more"):
         world_pool.run(2, train, resumed(fewer))
+
+
+def test_a_stable_part_goes_on_with_its_warm_up(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
+    """A run is made longer in its stable part: `warmup_steps: auto` would then be more, and the rate rise again."""
+    stable = {"schedule": "warmup_stable_decay", "decay_steps": 1, "warmup_steps": "auto"}
+    world_pool.run(2, train, a_job(corpora, tmp_path / "run", optimizer=stable))
+    longer = {"training": {"steps": 60}, "optimizer": stable}
+    with pytest.raises(WorldError, match=r"1 steps of warm-up, .* would be 10, .*set optimizer.warmup_steps=1"):
+        world_pool.run(2, train, resumed(a_job(corpora, tmp_path / "run", **longer)))
+
+
+def notes_of_a_resume(job: Job) -> list[str]:
+    return RunCheckpoints(set_up(job, torch.device("cpu"))).restore()[1]
+
+
+def test_what_becomes_of_tokens_is_a_note_where_it_changes(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    job = a_job(corpora, tmp_path / "run")
+    world_pool.run(1, train, job)
+    isolating = a_job(corpora, tmp_path / "run", data={"isolate_documents": True})
+    ((*notes,),) = world_pool.run(1, notes_of_a_resume, resumed(isolating))
+    assert "note: data.isolate_documents was False in the checkpoint, is True now" in notes
 
 
 def resume_with_an_old_listing(job: Job) -> tuple[float, int]:

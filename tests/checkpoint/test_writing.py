@@ -98,9 +98,12 @@ def test_tokenizer_is_copied_without_weights(tmp_path: Path) -> None:
     tokenizer.save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (source / "training_state.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     path = _write(tmp_path / "out", make_model("gpt2"), tokenizer_directory=source)
     assert AutoTokenizer.from_pretrained(path)("b a b").input_ids == [1, 0, 1]
     assert not (path / "training_state.json").exists()
+    assert (path / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_a_models_own_code_is_copied(tmp_path: Path) -> None:

@@ -173,5 +173,5 @@ def verify_with(job: Job, fault: str) -> Any:
 def test_a_set_cannot_have_the_metrics_name(corpora: Path) -> None:
     job = ema_job(corpora, evaluation={"sets": {"ema": str(corpora / "tokens.jsonl")}})
     facts: ModelFacts = study(job)
-    with pytest.raises(LegalityError, match="name the set otherwise"):
+    with pytest.raises(LegalityError, match="name the set or the source otherwise"):
         resolve(job, World(1, "cpu", 1), facts)

@@ -141,6 +141,8 @@ def test_schedules(given: dict[str, Any], warmup: int, steps: int) -> None:
     if schedule != "cosine_with_restarts":
         assert all(a >= b for a, b in itertools.pairwise(rest))
     assert rates == pytest.approx([scheduled_rate(settings, step, steps) for step in range(steps)], rel=1e-14)
+    if schedule in FALLING and len(rest) > 1:  # a loop of one's own may go on
+        assert {learning_rate(settings, step, steps, warmup) for step in (steps, 3 * steps)} == {rates[-1]}
 
 
 def test_known_points_of_the_schedules() -> None:

@@ -84,6 +84,9 @@ def refusals(job: Job) -> list[str]:
                 call()
             said.append(str(refused.value))
         session.step([{"input_ids": tokens, "labels": tokens}])
+        judged = session.evaluate()
+        assert session.evaluate([[{"input_ids": tokens, "labels": tokens}]]) != judged
+        assert session.progress.validation_loss == judged  # what the caller brings decides nothing
         session.save(wait=True)
     with Session(sections) as session, pytest.raises(ShardwiseError) as refused:
         session.save(wait=True)

@@ -10,6 +10,27 @@ import torch.distributed as dist
 from shardwise.observe.callback import Callback
 
 
+class CountsInGroup(torch.optim.Optimizer):
+    """Momentum in bf16, whose steps grow with a number of the group."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                momentum.mul_(group["momentum"]).add_(parameter.grad.to(torch.bfloat16))
+                parameter.sub_(group["lr"] * group["count"] * momentum.to(parameter.dtype))
+
+
 class Calls(Callback):
     """Keeps the names of its hooks in the order in which they are called."""
 

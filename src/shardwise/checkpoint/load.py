@@ -39,6 +39,7 @@ from shardwise.checkpoint.whole import average_in
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.job.optimizer_records import RECORDS
 from shardwise.job.optimizer_section import OptimizerSection
+from shardwise.job.schedules import STABLE
 from shardwise.job.warmup_stages import SCHEDULES
 from shardwise.kernels.precision import LossScaler
 from shardwise.model.parameter_optimizers import optimizers_of_parameters
@@ -51,6 +52,7 @@ Say = Callable[[str], None]
 Answer = TypeVar("Answer")
 FORMER_SPLIT = "place"  # of checkpoints that do not say it, from before documents were held out
 BATCH = ("sequences_per_step", "tokens_per_step", "microbatch_size", "gradient_accumulation")  # of training
+OF_SAMPLES = ("isolate_documents", "mask_probability", "mean_span_length")  # of data: what becomes of the tokens read
 NO_NUMBERS = ("parallel.timeout_seconds", "parallel.max_restarts")  # keys that no number depends on
 
 
@@ -229,6 +231,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     _check_batch(model.plan, manifest, path)
     _check_schedules(job, manifest, path)
     _check_epochs(model.plan, manifest.progress, path)
+    _check_warmup(model.plan, manifest, path)
 
 
 def check_model(model: ParallelModel, manifest: Manifest, path: str) -> None:
@@ -342,6 +345,20 @@ def _check_epochs(plan: Plan, progress: Progress, path: str) -> None:
     )
 
 
+def _check_warmup(plan: Plan, manifest: Manifest, path: str) -> None:
+    """Refuse another warm-up that is not over yet, in a run whose peak may go on from any checkpoint.
+
+    Raises:
+        CheckpointError: with the warm-up of the checkpoint.
+    """
+    before, now = manifest.plan.get("warmup_steps", plan.warmup_steps), plan.warmup_steps
+    if plan.job.optimizer.schedule == STABLE and before != now and manifest.progress.step < max(before, now):
+        raise CheckpointError(
+            f"{path} was trained with {before} steps of warm-up, and of training.steps={plan.steps} it would be {now}, "
+            f"which are not over at step {manifest.progress.step}; set optimizer.warmup_steps={before}"
+        )
+
+
 def _given(stage: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in stage.items() if value is not None}
 
@@ -426,6 +443,7 @@ def differences(model: ParallelModel, manifest: Manifest) -> list[str]:
     notes = []
     for section in ("model", "adapter", "parallel", "memory", "precision", "optimizer", "training"):
         notes += [note for note in _changes(job, manifest, section) if not note.startswith(NO_NUMBERS)]
+    notes += _changes(job, manifest, "data", OF_SAMPLES)
     wrote, reads = manifest.plan.get("world", {}).get("size"), model.plan.world.size
     if wrote != reads:
         notes.append(f"the checkpoint was written by {wrote} rank{'s' * (wrote != 1)} and is read by {reads}")

@@ -24,10 +24,13 @@ from shardwise.checkpoint.manifest import AVERAGE, NUMBER, TensorRecord
 from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis
+from shardwise.job.objects import is_reference
 from shardwise.parallel.logical_state import KeepsForms, StateForm
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, Region
 
+OF_GROUP = "group/"  # keys of what an optimizer of the user's own keeps in the group of a parameter
+SET_BY_RUN = ("lr", "initial_lr", "weight_decay")  # numbers of a group
 Scalars = dict[str, dict[str, tuple[float, str]]]  # parameter -> key -> (value, dtype in the manifest's words)
 
 
@@ -66,11 +69,12 @@ def snapshot(model: ParallelModel, optimizer: Optimizer, copies: bool = False) -
     states = {entry.name: optimizer.inner.state.get(local, {}) for entry, local in optimizer.locals}
     forms = {entry.name: forms_of(optimizer, local) for entry, local in optimizer.locals}
     averages = model.ema.values if model.ema is not None else {}
+    of_groups = _group_numbers(optimizer) if is_reference(model.plan.job.optimizer.name) else {}
     for entry, local in _held(model) if copies else _owned(model):
         chunks += _chunks("model", entry, local)
         if entry.name in averages:
             chunks += _chunks(AVERAGE.rstrip("/"), entry, averages[entry.name])
-        for key, value in states.get(entry.name, {}).items():
+        for key, value in (*states.get(entry.name, {}).items(), *of_groups.get(entry.name, {}).items()):
             if is_scalar(value):
                 dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
                 scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
@@ -123,7 +127,11 @@ def optimizer_chunks(
                 chunks += _form_chunks(name, form, state, form.regions)
             elif record:
                 shape = record.shape if _is_own_shape(entry, local, record.shape) else local.shape
-                states.setdefault(entry.name, {})[key] = torch.empty(shape, dtype=local.dtype, device=local.device)
+                weights = stored.get(f"model/{entry.name}")
+                # State in the weights' dtype follows them into another one.
+                follows = weights is None or weights.dtype == record.dtype
+                dtype = local.dtype if follows else TORCH_DTYPES[record.dtype]
+                states.setdefault(entry.name, {})[key] = torch.empty(shape, dtype=dtype, device=local.device)
                 chunks += _state_chunks(f"optimizer/{key}", entry, local, states[entry.name][key])
     return chunks, states
 
@@ -152,7 +160,10 @@ def load_optimizer(optimizer: Optimizer, states: dict[str, dict[str, Tensor]], s
         on_device = group.get("fused") or group.get("capturable")  # where such kernels read their step counter
         for local in group["params"]:
             name = names.get(id(local), "")
-            numbers = {key: _scalar(*value) for key, value in scalars.get(name, {}).items()}
+            of_local = scalars.get(name, {})
+            numbers = {key: _scalar(*value) for key, value in of_local.items() if not key.startswith(OF_GROUP)}
+            of_group = {key.removeprefix(OF_GROUP): value for key, value in of_local.items() if key not in numbers}
+            group.update({key: _whole_number(_scalar(*value)) for key, value in of_group.items()})
             if on_device:
                 numbers = {k: v.to(local.device) if isinstance(v, Tensor) else v for k, v in numbers.items()}
             if name in states or numbers:
@@ -203,6 +214,23 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue
             counted.add(id(buffer))
             yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _group_numbers(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Return what groups have gained beside the arguments of their optimizer, such as a step, by parameter."""
+    names = {id(local): entry.name for entry, local in optimizer.locals}
+    given = {*inspect.signature(type(optimizer.inner)).parameters, *SET_BY_RUN}
+    numbers: dict[str, dict[str, Any]] = {}
+    for group in optimizer.inner.param_groups:
+        gained = {key: value for key, value in group.items() if is_scalar(value) and not isinstance(value, bool)}
+        for name in [names[id(local)] for local in group["params"] if id(local) in names]:
+            numbers[name] = {f"{OF_GROUP}{key}": value for key, value in gained.items() if key not in given}
+    return numbers
+
+
+def _whole_number(value: float | Tensor) -> float | Tensor:
+    """Return a number of a group as a whole one where it is: a step may be an exponent or count something."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _scalar(value: float, dtype: str) -> float | Tensor:

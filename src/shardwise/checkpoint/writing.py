@@ -30,7 +30,7 @@ DEFAULT_SHARD_BYTES = 1 << 30
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json")
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*", "tokenization_*.py", "sentencepiece*",
+    "chat_template*", "tokenization_*.py", "sentencepiece*", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 
 
@@ -175,7 +175,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for pattern in TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.is_file():
-                shutil.copy2(file, target / file.name)
+                place = target / file.relative_to(source)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copy2(file, place)
 
 
 def copy_chat_template(template: str | None, directory: Path, say: Callable[[str], None] = lambda text: None) -> None:

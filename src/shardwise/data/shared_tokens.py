@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.cache import cache_root
 from shardwise.data.shared_manifest import SHARED, VERSION, SharedTokens
 from shardwise.data.store import COMPLETE, build_once, digest
-from shardwise.data.tokenizer import VOCABULARY_FILES, TokenizerSource
+from shardwise.data.tokenizer import MORE_TEMPLATES, VOCABULARY_FILES, TokenizerSource
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
 from shardwise.job.schema import Job
@@ -137,7 +137,7 @@ def hash_of(path: Path) -> str:
 
 def _tokenizer_files(directory: Path) -> Iterator[Path]:
     """Yield the files that a tokenizer is opened from; not the index of a model's weights."""
-    for path in sorted(directory.iterdir()):
+    for path in sorted([*directory.iterdir(), *directory.glob(MORE_TEMPLATES)]):
         is_other = path.name == COMPLETE or path.name.endswith(".index.json")
         if path.suffix in TOKENIZER_SUFFIXES and not is_other:
             yield path

@@ -33,6 +33,7 @@ SPECIAL = {  # of a tokenizer that is trained for a task, besides the end of a t
     "masked_lm": [PADDING, MASK],
     "seq2seq_lm": [PADDING, *(SENTINEL.format(n) for n in range(SENTINELS))],
 }
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # of a tokenizer with several, each by its name
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -188,9 +189,8 @@ def _source(directory: Path, key: str, trust_remote_code: bool) -> TokenizerSour
             f"{key}={str(directory)!r} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)}); give a directory "
             "that does"
         )
-    files = [
-        path for path in sorted(directory.iterdir()) if path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}
-    ]
+    places = sorted([*directory.iterdir(), *directory.glob(MORE_TEMPLATES)])
+    files = [path for path in places if path.suffix in {".json", ".txt", ".model", ".jinja", ".py"}]
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     source = TokenizerSource(directory, digest(str(directory), *states), trust_remote_code, key)
     empty = [path.name for path in files if path.name in VOCABULARY_FILES and not path.stat().st_size]

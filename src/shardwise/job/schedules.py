@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.job.optimizer_section import OptimizerSection
 
 ARGUMENTS = ("step", "steps")
+STABLE = "warmup_stable_decay"
 DECAY_SHARE = 10  # of the steps, one in so many is of the decay where its steps are not given
 
 
@@ -37,8 +38,8 @@ class Moment:
 
     @property
     def progress(self) -> float:
-        """From 0 at the peak to 1 at the last step."""
-        return (self.step - self.warmup) / max(1, self.steps - 1 - self.warmup)
+        """From 0 at the peak to 1 at the last step, and behind it: a loop of one's own may go on."""
+        return min(1.0, (self.step - self.warmup) / max(1, self.steps - 1 - self.warmup))
 
 
 def decay_steps(settings: OptimizerSection, steps: int) -> int:
@@ -63,7 +64,7 @@ def _restarting(settings: OptimizerSection, at: Moment) -> float:
 def _stable(settings: OptimizerSection, at: Moment) -> float:
     """The peak, and at the end a decay (arXiv 2404.06395, section 4.2)."""
     decay = decay_steps(settings, at.steps)
-    return falling(settings.decay_type, max(0.0, (at.step + 1 - (at.steps - decay)) / decay))
+    return falling(settings.decay_type, min(1.0, max(0.0, (at.step + 1 - (at.steps - decay)) / decay)))
 
 
 def _inverse_sqrt(settings: OptimizerSection, at: Moment) -> float:
@@ -81,11 +82,11 @@ SHAPES: dict[str, Callable[[OptimizerSection, Moment], float]] = {
     "linear": lambda settings, at: falling("linear", at.progress),
     "cosine": lambda settings, at: falling("cosine", at.progress),
     "cosine_with_restarts": _restarting,
-    "warmup_stable_decay": _stable,
+    STABLE: _stable,
     "inverse_sqrt": _inverse_sqrt,
     "piecewise": _piecewise,
 }
-FALLING = ("linear", "cosine", "cosine_with_restarts", "warmup_stable_decay")  # to final_learning_rate_ratio
+FALLING = ("linear", "cosine", "cosine_with_restarts", STABLE)  # to final_learning_rate_ratio
 
 
 def own_schedule_factor(reference: str, step: int, steps: int) -> float:

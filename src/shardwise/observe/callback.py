@@ -77,6 +77,10 @@ class ObservedSession(Protocol):
         """Let the model have the weights that are evaluated and exported inside: averages, where some are kept."""
         ...
 
+    def ema_in_place(self) -> AbstractContextManager[None]:
+        """Let the model have the moving averages of its weights inside, where `training.ema_decay` keeps some."""
+        ...
+
     def note(self, text: str, record: Record | None = None) -> None:
         """Say a sentence to the user, and keep `record`, which is no step's, if there is one."""
         ...

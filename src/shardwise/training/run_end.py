@@ -62,7 +62,7 @@ class ModelExport(Callback):
         with session.averaged():
             self._write(session, ADAPTER_DIRECTORY, MODEL_DIRECTORY)
         if session.model.ema is not None:
-            with session.model.ema_in_place():
+            with session.ema_in_place():
                 self._write(session, EMA_ADAPTER_DIRECTORY, EMA_MODEL_DIRECTORY)
 
     def _write(self, session: ObservedSession, adapter: str, model: str) -> None:

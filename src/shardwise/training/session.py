@@ -333,7 +333,8 @@ class Session:
     ) -> float:
         """Return the mean loss of the validation split, or of the caller's steps of microbatches, at this point.
 
-        With the validation split the job's sets are evaluated too, and what follows from its metric is decided.
+        With the validation split the job's sets are evaluated too, and what follows from its metric is decided; the
+        loss of others is recorded and decides nothing.
         """
         self.start()
         begin_unit(WorkUnit.EVALUATION, self.progress.step)
@@ -350,14 +351,16 @@ class Session:
             sets |= self._of_ema(objective) if is_own else {}
             begin_unit(WorkUnit.OUTSIDE, self.progress.step)  # answers that are written take as long as they take
             matches = self._exact_matches() if is_own else {}
-        self.progress = self.progress.model_copy(update={"validation_loss": validation.loss})
+        if is_own:
+            self.progress = self.progress.model_copy(update={"validation_loss": validation.loss})
         compared = {} if self._recent.mean is None else {"training_loss": self._recent.mean}
         numbers = _named("", validation)
         for name, result in sets.items():
             numbers |= _named(f"/{name}", result)
         self.evaluated = {"step": self.progress.step, **numbers, **matches, **compared}
         self.callbacks.call("on_evaluation", self, self.evaluated)
-        self._judge(self.evaluated)
+        if is_own:
+            self._judge(self.evaluated)
         self._end_unit()
         return validation.loss
 
@@ -373,6 +376,13 @@ class Session:
             yield
             self.model.reshard()
 
+    @contextmanager
+    def ema_in_place(self) -> Iterator[None]:
+        """Let the model have the moving averages of its weights inside."""
+        self.checkpoints.settle()
+        with self.model.ema_in_place():
+            yield
+
     def _exact_matches(self) -> dict[str, float]:
         """Return what the job's `evaluation.answers` come to."""
         count, data = self.job.evaluation.answers, self.assembled.data
@@ -386,8 +396,7 @@ class Session:
         """Return what the averaged weights come to on the validation split, by the name `ema`, if the job has them."""
         if self.model.ema is None:
             return {}
-        self.checkpoints.settle()
-        with self.model.ema_in_place():
+        with self.ema_in_place():
             return {"ema": self._evaluated(objective, self.assembled.evaluation(self.assembled.data.validation))}
 
     def _evaluated(

@@ -24,7 +24,7 @@ CASES = {
     "evaluation-ema": case(
         {"evaluation": {"sets": {"ema": "a.jsonl"}}, "training": {"ema_decay": 0.9}},
         {"evaluation": {"sets": {"ema": "a.jsonl"}}},
-        "name the set otherwise",
+        "name the set or the source otherwise",
     ),
     "evaluation-prompts": case(
         {"model": {"task": "masked_lm"}, "evaluation": {"prompts": ["a"]}}, {"evaluation": {"prompts": ["a"]}},
@@ -33,6 +33,11 @@ CASES = {
     "evaluation-answers": case(
         {"evaluation": {"answers": 8}}, {"data": {"format": "chat", "path": "a"}, "evaluation": {"answers": 8}},
         "set data.format to chat or prompt_completion",
+    ),
+    "evaluation-answers-all": case(
+        {"data": {"format": "chat", "path": "a", "train_on": "all"}, "evaluation": {"answers": 8}},
+        {"data": {"format": "chat", "path": "a", "train_on": "assistant"}, "evaluation": {"answers": 8}},
+        "use another data.train_on",
     ),
     "evaluation-metric": case(
         evaluated(OFTEN, metric="accuracy"), evaluated(OFTEN, metric="accuracy", **PATIENT), "nothing is judged by it"
