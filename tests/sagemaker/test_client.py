@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.errors import ConfigError, MachineError, WorkerError
+from shardwise.errors import ConfigError, DataError, MachineError, WorkerError
 from shardwise.sagemaker.client import JobLog, ServiceClient
 from tests.sagemaker.made_service import ACCOUNT, MadeSession
 
@@ -61,6 +61,11 @@ def test_files_come_back_as_they_were_uploaded(session: MadeSession, tmp_path: P
     assert copied == {Path("a.txt"): "a", Path("deep/b.txt"): "b"}
     client.download("s3://bucket/run/deep/b.txt", tmp_path / "one")  # an object's own name
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["b.txt"]
+    session.objects["bucket", "out/"] = b""  # the directory that is asked for
+    session.objects["bucket", "out/../../evil.txt"] = b"x"
+    with pytest.raises(DataError, match=r"'\.\./\.\./evil.txt', which leads out of"):
+        client.download("s3://bucket/out/", tmp_path / "deep" / "in")
+    assert not list((tmp_path / "deep").rglob("*.txt")) and not (tmp_path / "evil.txt").exists()
 
 
 def test_nothing_to_upload_or_download_is_a_mistake(session: MadeSession, tmp_path: Path) -> None:

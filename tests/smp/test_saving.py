@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import enum
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,11 @@ from torch import Tensor
 
 import shardwise.smp as smp
 from shardwise.errors import CheckpointError
+from shardwise.smp.exceptions import StepUsageError
+from shardwise.smp.safe_reading import read_safely
+from shardwise.smp.v1.sharded_data_parallel_checkpoint import (
+    get_full_state_dict_from_sharded_data_parallel_checkpoint,
+)
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model
 
@@ -166,3 +173,54 @@ def test_wrong_checkpoints_are_refused_with_their_names(world_pool: WorldPool, t
         degrees, missing, none, evil = said
         assert "pipeline 1 there and 2 here" in degrees and "two_partial is not there" in missing
         assert "none.pt_" in none and "evil.pt cannot be read" in evil
+
+
+def _groups(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str, list[str]]:
+    """Save a sharded model of two groups; its weights, those put together from the files, and later refusals."""
+    try:
+        smp.init({"ddp": True, "sharded_data_parallel_degree": 2})
+        model = smp.DistributedModel(make_model("gpt2"))
+        plain = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=1e-2))
+
+        @smp.step
+        def step(model: Any, ids: Tensor) -> None:
+            model.backward(model(input_ids=ids, labels=ids)["loss"])
+
+        step(model, batches()[0].chunk(2)[smp.rdp_rank()])
+        optimizer.step()
+        for tag in ("best", "one", "best", "two"):
+            smp.save_checkpoint(directory, tag, True, model, optimizer, num_kept_partial_checkpoints=2)
+        weights = model.state_dict()
+        kept = sorted(path.name for path in Path(directory).glob("*_partial"))
+        put_together = get_full_state_dict_from_sharded_data_parallel_checkpoint(directory)
+        smp.state.reset()
+        smp.init({"ddp": True, "sharded_data_parallel_degree": 2})
+        model = smp.DistributedModel(make_model("gpt2"))
+        smp.resume_from_checkpoint(directory)
+        with pytest.raises(StepUsageError) as refused:
+            model.state_dict()
+        return weights, put_together, str(refused.value), kept
+    finally:
+        smp.state.reset()
+
+
+def test_shards_of_two_groups_make_the_weights_and_wait_for_a_step(world_pool: WorldPool, tmp_path: Path) -> None:
+    weights, put_together, refusal, kept = world_pool.run(2, _groups, str(tmp_path))[0]
+    assert put_together and all(torch.equal(value, weights[name].float()) for name, value in put_together.items())
+    assert "take their places at the first step; run one first" in refusal
+    assert kept == ["best_partial", "two_partial"]  # written again behind the other
+
+
+class Mode(enum.Enum):
+    """One of a script's own classes."""
+
+    FAST = "fast"
+
+
+def test_members_of_a_scripts_enum_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+    torch.save({"args": argparse.Namespace(mode=Mode.FAST)}, tmp_path / "content.pt")
+    assert read_safely(tmp_path / "content.pt")["args"].mode is Mode.FAST

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, MachineError, WorkerError
+from shardwise.errors import ConfigError, DataError, MachineError, WorkerError
 
 ENDED = ("Completed", "Failed", "Stopped")
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
@@ -96,6 +96,7 @@ class ServiceClient:
 
         Raises:
             ConfigError: there are none.
+            DataError: the name of one leads out of the directory.
         """
         bucket, prefix = split_uri(uri)
         count = 0
@@ -103,8 +104,8 @@ class ServiceClient:
             for page in self.service("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
                 for item in page.get("Contents", []):
                     name = item["Key"].removeprefix(prefix).lstrip("/") or Path(item["Key"]).name
-                    if not name.endswith("/"):
-                        target = directory / name
+                    if not item["Key"].endswith("/"):
+                        target = _inside(directory, name, uri)
                         target.parent.mkdir(parents=True, exist_ok=True)
                         self.service("s3").download_file(bucket, item["Key"], str(target))
                         count += 1
@@ -197,6 +198,18 @@ class JobLog:
 def stream_host(stream: str) -> str:
     """Return the host of a log stream: `JOB/algo-2-1650000000` is `algo-2`."""
     return stream.rpartition("/")[2].rpartition("-")[0]
+
+
+def _inside(directory: Path, name: str, uri: str) -> Path:
+    """Return where an object of this name goes; whoever writes to a bucket chooses names.
+
+    Raises:
+        DataError: not into the directory.
+    """
+    target = directory / name
+    if not target.resolve().is_relative_to(directory.resolve()):
+        raise DataError(f"{uri} has an object {name!r}, which leads out of {directory}; rename it")
+    return target
 
 
 def split_uri(uri: str) -> tuple[str, str]:

@@ -121,7 +121,7 @@ def _without_default(factory: Any = None) -> dict[Any, Any]:
     return {}
 
 
-def _of_script(module: str, leaf: str) -> type | None:
+def _of_script(module: str, leaf: str) -> Any:
     """Return what stands for a class of the script's own, from files below its directory.
 
     A config of a model whose code it has let transformers load is let in too.
@@ -134,19 +134,27 @@ def _of_script(module: str, leaf: str) -> type | None:
     return _blank(script_class) if beside or (module.startswith(_REMOTE) and _is_config(script_class)) else None
 
 
-def _blank(script_class: type) -> type:
-    """Return a stand-in for a script's class, whose objects get a file's attributes; nothing of the class is called."""
+def _blank(script_class: type) -> Any:
+    """Return a stand-in for a script's class, whose objects get a file's attributes; nothing of the class is called.
 
-    class Blank(script_class):  # type: ignore[valid-type,misc]
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return object.__new__(cls)
+    That of an enum finds its members by value. None stands for a class that no other may follow.
+    """
+    if issubclass(script_class, enum.Enum):
+        return script_class._value2member_map_.__getitem__
+    try:
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        class Blank(script_class):  # type: ignore[valid-type,misc]
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                return object.__new__(cls)
 
-        def __setstate__(self, values: dict[str, Any]) -> None:
-            self.__class__ = script_class
-            self.__dict__ |= values
+            def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
+            def __setstate__(self, values: dict[str, Any]) -> None:
+                self.__class__ = script_class
+                self.__dict__ |= values
+
+    except TypeError:
+        return None
     return Blank
 
 

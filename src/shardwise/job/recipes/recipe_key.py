@@ -6,6 +6,7 @@ through them, and the reference page is generated from them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def _number(value: Any, kind: type) -> int | float:
         number = parse_yaml(value, f"{value!r}") if isinstance(value, str) else value
     except ConfigError as error:
         raise ValueError(f"must be a number: {error}") from None
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         raise ValueError("must be a number")
     if kind is int and number != int(number):
         raise ValueError(f"must be a whole number; use {round(number)}")

@@ -79,7 +79,7 @@ def _validates(values: Values) -> bool:
 def _validation_batches(value: Any, values: Values) -> Mapped:
     if not value:
         return NoEffect("validation is at the run's end alone, on data.validation_fraction of the corpus")
-    if isinstance(value, float) and value != int(value):
+    if isinstance(value, float) and (value <= 1 or value != int(value)):  # 1.0 is all of it
         return Refusal("a share of the validation data cannot be asked for; give a number of batches")
     return {"training.evaluate_batches": int(value)}
 
@@ -89,7 +89,7 @@ def _validation_interval(value: Any, values: Values) -> Mapped:
         return NoEffect("trainer.limit_val_batches=0 switches validation off")
     if value < 0:
         return NoEffect("validation is at the run's end")
-    if isinstance(value, float) and value != int(value):
+    if isinstance(value, float) and (value <= 1 or value != int(value)):  # 1.0 is one
         return Refusal("a share of an epoch cannot be asked for; give a number of steps")
     return {"training.evaluate_every": int(value)}
 
@@ -105,7 +105,8 @@ def _keeps_checkpoints(values: Values) -> str:
     """Return why the run writes no checkpoints; empty where it does."""
     if not values.get("exp_manager.create_checkpoint_callback", True):
         return "exp_manager.create_checkpoint_callback is off"
-    return "" if values.get("exp_manager.checkpoint_callback_params.save_top_k") else "save_top_k=0 writes none"
+    kept = values.get("exp_manager.checkpoint_callback_params.save_top_k")
+    return "save_top_k=0 writes none" if kept == 0 else ""
 
 
 def _checkpoints_kept(value: int, values: Values) -> Mapped:

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def save_checkpoint(
     """
     directory, model, bound = Path(path), model or state.model, _binding(optimizer)
     directory.mkdir(parents=True, exist_ok=True)
-    content = _user_content(user_content)
+    content = _user_content(user_content, bound)
     if partial:
         folder = directory / f"{tag}{SUFFIX}"
         folder.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def save_checkpoint(
     if _leads():
         (directory / NEWEST).write_text(name)
         if partial and num_kept_partial_checkpoints:
-            _prune(directory, num_kept_partial_checkpoints)
+            _prune(directory, num_kept_partial_checkpoints, name)
     barrier()
 
 
@@ -159,7 +159,8 @@ def resume_from_checkpoint(
         folder = directory / (tag if tag.endswith(SUFFIX) else f"{tag}{SUFFIX}")
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not there; give the tag of a partial checkpoint, or partial=False")
-        _load_parts(folder, strict, load_optimizer and load_sharded_optimizer_state)
+        is_sharded = state.layout.size(Axis.SHARD) > 1
+        _load_parts(folder, strict, load_optimizer and (load_sharded_optimizer_state or not is_sharded))
         file = folder / f"{USER}.pt"
     else:
         tied_once = load_safetensors(directory, tag)
@@ -211,12 +212,14 @@ def _save_shards(folder: Path, model: DistributedModel, bound: OptimizerBinding 
 
 
 def _flat_groups(bound: OptimizerBinding, weights: Mapping[str, Tensor], degree: int, index: int) -> list[Tensor]:
-    groups, first = [], 0
+    return [torch.cat([_slice(weights[name], degree, index) for name in names]) for names in _names_of_groups(bound)]
+
+
+def _names_of_groups(bound: OptimizerBinding) -> Iterator[Sequence[str]]:
+    first = 0
     for count in bound.parameters.group_sizes:
-        names = bound.parameters.order[first : first + count]
-        groups.append(torch.cat([_slice(weights[name], degree, index) for name in names]))
+        yield bound.parameters.order[first : first + count]
         first += count
-    return groups
 
 
 def _slice(whole: Tensor, degree: int, index: int) -> Tensor:
@@ -271,16 +274,21 @@ def _binding(optimizer: Any) -> OptimizerBinding | None:
     return state.optimizer if isinstance(state.optimizer, OptimizerBinding) else None
 
 
-def _user_content(content: Any) -> Any:
-    """With the names and shapes that scripts of sharded data parallelism look for."""
+def _user_content(content: Any, bound: OptimizerBinding | None) -> Any:
+    """With the names and shapes that scripts of sharded data parallelism look for, in the order of the flat groups."""
     model = state.model
     is_plain = content is None or isinstance(content, dict)
     if state.layout.size(Axis.SHARD) == 1 or not isinstance(model, DistributedModel) or not is_plain:
         return {} if content is None else content
     parallel = model._smp.weights.parallel
     shapes = dict(parallel.facts.parameter_shapes) if parallel is not None else {}
-    added = {"buffer_names": [name for name, _ in model.get_module().named_buffers()], "param_shapes": [shapes]}
+    of_groups = [shapes] if bound is None else [_chosen(shapes, names) for names in _names_of_groups(bound)]
+    added = {"buffer_names": [name for name, _ in model.get_module().named_buffers()], "param_shapes": of_groups}
     return added | (content or {})
+
+
+def _chosen(shapes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: shapes[name] for name in names}
 
 
 # ---- names
@@ -309,7 +317,11 @@ def _newest(directory: Path) -> str:
     return file.read_text().strip()
 
 
-def _prune(directory: Path, kept: int) -> None:
-    folders = sorted(directory.glob(f"*{SUFFIX}"), key=lambda folder: folder.stat().st_mtime)
-    for folder in folders[:-kept]:
+def _prune(directory: Path, kept: int, newest: str) -> None:
+    """Remove all but `kept` partial checkpoints; one that is written again is as new as its last file."""
+
+    def written(folder: Path) -> tuple[bool, int]:
+        return folder.name == newest, max((file.stat().st_mtime_ns for file in folder.iterdir()), default=0)
+
+    for folder in sorted(directory.glob(f"*{SUFFIX}"), key=written)[:-kept]:
         shutil.rmtree(folder)

@@ -90,8 +90,11 @@ class ModelWeights:
 
         Raises:
             MessageError: one of the ranks will not come.
+            StepUsageError: what was loaded waits for the first step.
         """
         parallel, session = self.parallel, self._session
+        if self._pending:
+            raise StepUsageError(f"{call}: weights that were loaded take their places at the first step; run one first")
         if parallel is None:
             return {name: value.detach().to(HOST) for name, value in self.module.state_dict().items()}
         if self._lent is not None:
@@ -185,6 +188,7 @@ class ModelWeights:
         if self.parallel is None and waits:
             self._pending.append((weights, strict))
         else:
+            self._pending.clear()  # what is loaded last counts
             self.load(weights, strict)
 
     def load(self, weights: Mapping[str, Any], strict: bool) -> None:
