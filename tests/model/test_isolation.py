@@ -22,7 +22,7 @@ MOVED = {"fp64": 1e-9, "fp32": 1e-5}
 REFUSED = {
     "mamba2": "mixer of this mamba2 looks at other documents",
     "qwen3_next": "linear_attn of this qwen3_next looks at other documents",
-    "lfm3": "conv of this lfm3 looks at other documents",
+    "lfm2_moe": "conv of this lfm2_moe looks at other documents",
     "rwkv": "attention of this rwkv looks at other documents",
     "mobilebert": "mobilebert is not known to look at other positions through masks",
     "esm": "esm multiplies its embeddings by its mask",
