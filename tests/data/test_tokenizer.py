@@ -70,6 +70,20 @@ def test_given_directory_and_model_directory_win(text_directory: Path, make_job:
     assert given.directory == models.directory == directory
 
 
+def test_another_chat_template_makes_another_tokenizer(text_directory: Path, make_job: JobMaker) -> None:
+    """Rows that were tokenized with a template that was changed are not read again."""
+    directory = trained(make_job(path=str(text_directory)))
+    templates = directory / "additional_chat_templates"
+    templates.mkdir()
+    identities = set()
+    for text in ("{{ tools }}", "{{ tools }} and more"):
+        (templates / "tool_use.jinja").write_text(text)
+        source = find(make_job(path=str(text_directory), tokenizer=str(directory)))
+        assert source is not None
+        identities.add(source.identity)
+    assert len(identities) == 2
+
+
 def test_pretrained_weights_get_no_new_tokenizer(text_directory: Path, make_job: JobMaker, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no tokenizer.*set data\.tokenizer"):
         find(make_job(path=str(text_directory), model={"path": str(tmp_path)}))

@@ -143,6 +143,19 @@ def test_a_checkpoint_without_averages(world_pool: WorldPool, corpora: Path, tmp
     )
 
 
+def averaged_while_saving(job: Job) -> bool:
+    """Return whether averages come into the model's place only once what is being saved is held."""
+    with Session(job, device=torch.device("cpu")) as session, pytest.MonkeyPatch.context() as patch:
+        settled: list[bool] = []
+        patch.setattr(session.checkpoints, "settle", lambda: settled.append(True))
+        with session.ema_in_place():
+            return settled == [True]
+
+
+def test_averages_wait_for_what_is_being_saved(world_pool: WorldPool, corpora: Path) -> None:
+    assert world_pool.run(1, averaged_while_saving, ema_job(corpora)) == [True]
+
+
 def save_after_two(job: Job) -> None:
     with Session(job, device=torch.device("cpu")) as session:
         for batches in session.batches():
@@ -168,6 +181,14 @@ def test_a_stale_average_is_noticed(world_pool: WorldPool, corpora: Path) -> Non
 def verify_with(job: Job, fault: str) -> Any:
     with FAULTS[fault]():
         return verify_one(job)
+
+
+def test_a_source_cannot_have_the_metrics_name(corpora: Path) -> None:
+    sources = [{"name": name, "path": str(corpora / "tokens.jsonl"), "weight": 1} for name in ("ema", "other")]
+    job = ema_job(corpora)
+    mixed = job.model_copy(update={"data": job.data.model_validate({"sources": sources, "sequence_length": 16})})
+    with pytest.raises(LegalityError, match="name the set or the source otherwise"):
+        resolve(mixed, World(1, "cpu", 1), study(job))
 
 
 def test_a_set_cannot_have_the_metrics_name(corpora: Path) -> None:

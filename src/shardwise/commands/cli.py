@@ -223,7 +223,7 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="let the directory of a model under adapters run its own code, as in training",
+        help="let the directory of the model that was trained run its own code, where it is read",
     )
 
 

@@ -19,7 +19,7 @@ from shardwise.job.optimizers import (
     takes_slices,
     unknown_options,
 )
-from shardwise.job.schedules import FALLING, decay_steps
+from shardwise.job.schedules import FALLING, STABLE, decay_steps
 from shardwise.model.matrices import can_be_matrices
 from shardwise.model.parameter_optimizers import MUON, REST, optimizer_of, optimizers_of_parameters
 from shardwise.model.parameter_patterns import matching_parameters, modules_of, trained_parameters_of
@@ -226,10 +226,10 @@ RULES: tuple[Rule, ...] = (
          "use schedule linear or cosine, or leave it out"),
     *(idle(f"schedule-{key}", f"optimizer.{key}", f"only the schedule {schedule} has {key}", _has_another(schedule),
            f"use schedule {schedule}, or leave it out")
-      for key, schedule in (("decay_steps", "warmup_stable_decay"), ("decay_type", "warmup_stable_decay"),
+      for key, schedule in (("decay_steps", STABLE), ("decay_type", STABLE),
                             ("cycles", "cosine_with_restarts"), ("milestones", "piecewise"))),
     Rule("decay-length", ("optimizer.decay_steps", "training.steps"), "warm-up and decay have room in the training",
-         lambda d: d.optimizer.schedule == "warmup_stable_decay" and d.steps.value
+         lambda d: d.optimizer.schedule == STABLE and d.steps.value
          and d.warmup.value + decay_steps(d.optimizer, d.steps.value) > d.steps.value,
          fix="use fewer decay_steps",
          because=lambda d: f"{d.warmup.value} steps of warm-up and {decay_steps(d.optimizer, d.steps.value)} of decay "
