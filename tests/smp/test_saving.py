@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import shardwise.smp as smp
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.safe_reading import read_safely
 from shardwise.smp.v1.sharded_data_parallel_checkpoint import (
@@ -224,3 +224,119 @@ def test_members_of_a_scripts_enum_are_read(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     torch.save({"args": argparse.Namespace(mode=Mode.FAST)}, tmp_path / "content.pt")
     assert read_safely(tmp_path / "content.pt")["args"].mode is Mode.FAST
+
+
+class Scaled:
+    """An optimizer of a script's own: masters made behind the first step, and a scale that it keeps."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.scale, self.models = optimizer, 8.0, []
+
+    def make_masters(self) -> None:
+        for group in self.optimizer.param_groups:
+            self.models += group["params"]
+            group["params"] = [torch.nn.Parameter(one.detach().clone()) for one in group["params"]]
+
+    def zero_grad(self) -> None:
+        for one in self.models:
+            one.grad = None
+
+    def step(self) -> None:
+        masters = [one for group in self.optimizer.param_groups for one in group["params"]]
+        for one, master in zip(self.models, masters, strict=True):
+            master.grad = one.grad / self.scale
+        self.optimizer.step()
+        for one, master in zip(self.models, masters, strict=True):
+            one.data.copy_(master.data)
+        self.scale *= 2
+
+    def state_dict(self) -> Any:
+        return {"own": self.optimizer.state_dict(), "scale": self.scale}
+
+    def load_state_dict(self, saved: Any) -> None:
+        self.optimizer.load_state_dict(saved["own"])
+        self.scale = saved["scale"]
+
+
+def _own(directory: str, config: dict[str, Any]) -> tuple[list[float], list[float], float]:
+    """Losses of the later steps, those of a run that goes on from a checkpoint, and the scale that it starts from."""
+
+    @smp.step
+    def step(model: Any, optimizer: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
+        model.backward(loss * optimizer.scale)
+        return loss
+
+    def start() -> tuple[Any, Any]:
+        smp.init(config)
+        model: Any = smp.DistributedModel(make_model("gpt2"))
+        optimizer: Any = smp.DistributedOptimizer(Scaled(torch.optim.AdamW(model.parameters(), lr=1e-2)))
+        model.register_post_step_hook(lambda model, optimizer: optimizer.make_masters())
+        return model, optimizer
+
+    def train(model: Any, optimizer: Any, ids: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = float(step(model, optimizer, ids.chunk(smp.rdp_size())[smp.rdp_rank()]).reduce_mean())
+        optimizer.step()
+        return loss
+
+    try:
+        model, optimizer = start()
+        train(model, optimizer, batches()[0])
+        smp.save_checkpoint(directory, "one", model=model, optimizer=optimizer)
+        straight = [train(model, optimizer, ids) for ids in batches()[1:]]
+        smp.state.reset()
+        model, optimizer = start()
+        optimizer.scale = 16.0  # a script reads it in its step function, before the rest is loaded
+        smp.resume_from_checkpoint(directory)
+        resumed = [train(model, optimizer, ids) for ids in batches()[1:]]
+        return straight, resumed, optimizer.scale
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pipeline_parallel_degree": 2, "microbatches": 2},
+        {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0.0},
+    ],
+)
+def test_an_optimizer_of_the_scripts_own_goes_on_with_what_it_keeps(
+    world_pool: WorldPool, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    for straight, resumed, scale in world_pool.run(2, _own, str(tmp_path), config):
+        assert resumed == straight and scale == 64.0
+
+
+def _own_mistakes(directory: str) -> list[str]:
+    class Bare:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            self.optimizer.step()
+
+    said = []
+    try:
+        for config in ({}, {"ddp": True, "sharded_data_parallel_degree": 2}):
+            smp.init(config)
+            model: Any = smp.DistributedModel(make_model("gpt2"))
+            try:
+                optimizer: Any = smp.DistributedOptimizer(Bare(torch.optim.AdamW(model.parameters(), lr=1e-2)))
+                model(input_ids=batches()[0])
+                smp.save_checkpoint(directory, "one", model=model, optimizer=optimizer)
+            except (CheckpointError, ConfigError) as error:
+                said.append(str(error))
+            smp.state.reset()
+        return said
+    finally:
+        smp.state.reset()
+
+
+def test_an_optimizer_of_the_scripts_own_is_refused_where_state_or_clipping_would_be_lost(
+    world_pool: WorldPool, tmp_path: Path
+) -> None:
+    for keeps_nothing, clips in world_pool.run(2, _own_mistakes, str(tmp_path)):
+        assert "Bare has no state_dict" in keeps_nothing
+        assert "sdp_gradient_clipping 1.0 clips in the step of a torch optimizer, and Bare" in clips

@@ -50,10 +50,12 @@ class ModelHooks:
         self._call(self._after_partition)
 
     def stepped(self) -> None:
-        """Call the post-step hooks, after the first step alone."""
+        """Call the post-step hooks, after the first step alone; an optimizer of any class has all its parts then."""
         if not self._step_has_run:
             self._step_has_run = True
             self._call(self._after_step)
+            if self._session.optimizer is not None:
+                self._session.optimizer.be_ready()
 
     def register_post_partition_hook(self, hook: ModelHook) -> RemovableHandle:
         """Call `hook(model, optimizer)` once the model has been distributed; at once where it is."""

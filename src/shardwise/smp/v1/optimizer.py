@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat.optimizers import follow_schedulers
+from shardwise.errors import ConfigError
 from shardwise.job.axes import state_axes
 from shardwise.job.schema import LossScaleSection
 from shardwise.kernels.precision import LossScaler
@@ -158,6 +159,7 @@ def DistributedOptimizer(
     Raises:
         NotInitializedError: `smp.init` was not called.
         ModelError: there is no torch optimizer in `optimizer`.
+        ConfigError: `sdp_gradient_clipping` is on, and `optimizer` takes a step of its own.
     """
     if state.cfg.fp16:
         settings = {"init_scale": 2.0**32} | dict(dynamic_loss_args or {}) | loss_args
@@ -165,8 +167,21 @@ def DistributedOptimizer(
             settings = {"static": static_loss_scale or 1.0}
         return Fp16Optimizer(optimizer, LossScaler.of("fp16", LossScaleSection.model_validate(settings)))
     inner_optimizer(optimizer)
-    before = DistributedOptimizerMixin if isinstance(optimizer, torch.optim.Optimizer) else OwnOptimizer
+    is_torchs = isinstance(optimizer, torch.optim.Optimizer)
+    if not is_torchs:
+        _check_clipping(type(optimizer).__name__)
+    before = DistributedOptimizerMixin if is_torchs else OwnOptimizer
     optimizer.__class__ = subclass_with(before, type(optimizer))
     follow_schedulers(optimizer)
     optimizer._smp = OptimizerBinding(state, optimizer, None)
     return optimizer
+
+
+def _check_clipping(name: str) -> None:
+    """Refuse clipping in the step of an object that may have scaled its gradients, or read them before."""
+    max_norm = state.cfg.sdp_gradient_clipping
+    if state.cfg.sharded_data_parallel_degree > 1 and max_norm:
+        raise ConfigError(
+            f"sdp_gradient_clipping {max_norm} clips in the step of a torch optimizer, and {name} takes a step of its "
+            "own, on gradients that it may have scaled; set sdp_gradient_clipping to 0 and clip there"
+        )

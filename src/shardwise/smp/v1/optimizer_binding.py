@@ -56,6 +56,7 @@ class OptimizerBinding:
         self.overflow = False
         self.norm: Tensor | None = None
         self._pending: Mapping[str, Any] | None = None
+        self._is_ready = False
         self._unscaled = False
         session.attach_optimizer(self)
 
@@ -91,9 +92,18 @@ class OptimizerBinding:
             ModelError: a parameter is not the model's, or the optimizer needs whole tensors and they are in parts.
         """
         self.parameters.adopt(parallel)
+        if not self.reads_gradients:
+            self.be_ready()
+
+    def be_ready(self) -> None:
+        """Load the state that waits: all that holds it is there.
+
+        In an object of another class that is so behind the first step, whose hooks make its masters.
+        """
+        self._is_ready = True
         if self._pending is not None:
-            self._load(self._pending)
-            self._pending = None
+            pending, self._pending = self._pending, None
+            self._load(pending)
 
     # ---- gradients
 
@@ -189,6 +199,13 @@ class OptimizerBinding:
         """Return the torch optimizer's own state dict on this rank."""
         return torch.optim.Optimizer.state_dict(self.optimizer)
 
+    def part(self) -> dict[str, Any]:
+        """Return what this rank's file of a checkpoint keeps of the optimizer."""
+        if self.reads_gradients:
+            own: dict[str, Any] = self.public.local_state_dict(gather_if_shard=False)
+            return own
+        return self.local_state(False, with_masters=False)
+
     def local_state(self, gather_if_shard: bool, with_masters: bool = True) -> dict[str, Any]:
         """Return this rank's state with the loss scale; gathered as in `local_optimizer_state`."""
         state = self.own_state() | {"scaler": self.scaler_state()} | (self._masters() if with_masters else {})
@@ -203,15 +220,15 @@ class OptimizerBinding:
         return whole_optimizer_state(self.session, self.parameters) | {"scaler": self.scaler_state()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take a state, or keep it until the model is distributed.
+        """Take a state, or keep it until all that holds it is there (`be_ready`).
 
         Raises:
             CheckpointError: it is of another number of ranks, of parameters or of groups.
         """
-        if self.parallel is None:
-            self._pending = saved
-        else:
+        if self._is_ready:
             self._load(saved)
+        else:
+            self._pending = saved
 
     def local_part_of(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a gathered or whole state. Raises CheckpointError for other groups."""
@@ -223,6 +240,9 @@ class OptimizerBinding:
         return None if scaler is None else (scaler.scale, scaler.good_steps, scaler.hysteresis)
 
     def _load(self, given: Mapping[str, Any]) -> None:
+        if self.reads_gradients:
+            self.public.load_state_dict(given)
+            return
         saved = dict(given)
         scaler, is_partial = saved.pop("scaler", None), saved.pop(PARTIAL, False)
         if self.scaler is not None and scaler:

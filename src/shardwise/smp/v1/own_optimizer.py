@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.errors import CheckpointError
 from shardwise.smp.v1.optimizer_binding import OptimizerBinding
 from shardwise.smp.v1.optimizer_state import local_optimizer_state
 
@@ -77,7 +78,8 @@ class OwnOptimizer(ParameterNumbers):
         return local_optimizer_state(self._smp.session, self.orig_state_dict(), gather_if_shard)
 
     def orig_state_dict(self) -> dict[str, Any]:
-        """Return the object's own state."""
+        """Return the object's own state. Raises CheckpointError where it keeps none."""
+        self.check_keeps_state()
         own: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return own
 
@@ -88,5 +90,19 @@ class OwnOptimizer(ParameterNumbers):
         return own | self._smp.whole_state() if is_torchs else own
 
     def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
-        """Load what `state_dict` or `local_state_dict` returned, by the object's own way."""
+        """Load what `state_dict` or `local_state_dict` returned, by the object's own way.
+
+        Raises:
+            CheckpointError: it is of other groups, or the object keeps none.
+        """
+        self.check_keeps_state()
         super().load_state_dict(self._smp.local_part_of(state_dict))  # type: ignore[misc]
+
+    def check_keeps_state(self) -> None:
+        """Raise CheckpointError where the object's class does not save and load what it keeps."""
+        own = super()
+        if not (hasattr(own, "state_dict") and hasattr(own, "load_state_dict")):
+            raise CheckpointError(
+                f"{type(self).__name__} has no state_dict and load_state_dict: what it keeps besides its torch "
+                "optimizer would be lost; give it both"
+            )

@@ -27,7 +27,7 @@ from shardwise.smp.safe_reading import read_safely
 from shardwise.smp.v1.messages import barrier
 from shardwise.smp.v1.model import DistributedModel
 from shardwise.smp.v1.optimizer_binding import OptimizerBinding
-from shardwise.smp.v1.own_optimizer import ParameterNumbers
+from shardwise.smp.v1.own_optimizer import OwnOptimizer, ParameterNumbers
 from shardwise.smp.v1.replacement import translate_in, translate_out
 from shardwise.smp.v1.safetensors_files import load_safetensors
 from shardwise.smp.v1.session import state
@@ -96,8 +96,13 @@ def save_checkpoint(
         user_content: plain values and tensors.
         translate_if_full: write a replaced Hugging Face model under its own names.
         num_kept_partial_checkpoints: remove older partial ones.
+
+    Raises:
+        CheckpointError: the optimizer is an object of the script's own that does not save what it keeps.
     """
     directory, model, bound = Path(path), model or state.model, _binding(optimizer)
+    if partial and bound is not None and isinstance(bound.public, OwnOptimizer):
+        bound.public.check_keeps_state()
     directory.mkdir(parents=True, exist_ok=True)
     content = _user_content(user_content, bound)
     if partial:
@@ -187,7 +192,7 @@ def _save_parts(folder: Path, model: DistributedModel, bound: OptimizerBinding |
         if state.layout.size(Axis.TENSOR) > 1:
             torch.save(model._smp.weights.cuts(), folder / f"{CUTS}{_ranks(False)}.pt")
         if bound is not None:
-            optimizer_state = _optimizer_state(bound)
+            optimizer_state = bound.part()
             torch.save(optimizer_state, folder / f"optimizer{_ranks(False)}.pt")
             if bound.scaler is not None:
                 torch.save({"scaler": optimizer_state["scaler"]}, folder / f"fp16_states{_ranks(False)}.pt")
@@ -207,7 +212,7 @@ def _save_shards(folder: Path, model: DistributedModel, bound: OptimizerBinding 
     shard: dict[str, Any] = {"partition_count": degree, "weights": marked_partial(model._smp.weights.local())}
     if bound is not None:
         shard["fp32_flat_groups"] = _flat_groups(bound, weights, degree, index)
-        shard["optimizer"] = _optimizer_state(bound)
+        shard["optimizer"] = bound.part()
     torch.save(shard, folder / f"optimizer_{index}{suffix}.pt")
 
 
@@ -256,10 +261,6 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
     model.load_state_dict(weights, strict=strict)
     if with_optimizer and bound is not None and optimizer is not None:
         bound.load(optimizer)
-
-
-def _optimizer_state(bound: OptimizerBinding) -> dict[str, Any]:
-    return bound.local_state(False, with_masters=False)
 
 
 def _degrees() -> dict[str, int]:

@@ -83,6 +83,9 @@ class ModelOptimizer(Protocol):
     def adopt(self, parallel: ParallelModel) -> None:
         """Update this rank's elements in the place of whole parameters."""
 
+    def be_ready(self) -> None:
+        """Load the state that waits: all that holds it is there."""
+
     def settle(self) -> None:
         """Complete the gradients of this step."""
 
@@ -206,6 +209,7 @@ class SmpSessionV1(SmpSession):
         self.optimizer = optimizer
         if self.weights is not None and self.weights.parallel is not None:
             optimizer.adopt(self.weights.parallel)
+            optimizer.be_ready()
 
 
 def _check_host_memory() -> None:
