@@ -142,6 +142,9 @@ def test_outputs_go_where_the_service_looks(tmp_path: Path) -> None:
     job, notes = container.placed(Job())
     assert (job.checkpoint.directory, job.checkpoint.resume) == (str(tmp_path / "one" / "checkpoints"), "auto")
     assert notes == []
+    other = lay_out(tmp_path / "two", {"sagemaker_checkpoint_local_path": '"/opt/ml/kept/here"'}, hosts=["algo-1"])
+    (tmp_path / "two" / "kept" / "here").mkdir(parents=True)
+    assert other.placed(Job())[0].checkpoint.directory == str(tmp_path / "two" / "kept" / "here")
     given = Job.model_validate({"checkpoint": {"directory": "s3://bucket/run", "resume": "none"}})
     assert container.placed(given)[0].checkpoint == given.checkpoint
 

@@ -198,6 +198,11 @@ def test_instance_groups(script: str) -> None:
     draft.check()
     assert complaints(draft.request()) == ""
     assert [group["InstanceGroupName"] for group in draft.request()["ResourceConfig"]["InstanceGroups"]] == ["a", "b"]
+    misnamed = PyTorch(
+        entry_point=script, role=ROLE, image_uri=IMAGE, instance_groups=groups, distribution={"instance_groups": ["c"]}
+    )
+    with pytest.raises(ConfigError, match=r"distribution\.instance_groups=\['c'\]: the job has a, b"):
+        misnamed.draft(None, "job").check()
 
 
 def test_what_else_an_estimator_does_is_refused_by_name(script: str) -> None:

@@ -169,6 +169,17 @@ def test_a_file_and_checkpoints_of_this_machine_are_in_their_places(here: Path) 
     assert run.output_data == (here / "out" / "output.tar.gz").as_uri()
 
 
+def test_checkpoints_of_another_path_are_there_and_the_container_knows(here: Path) -> None:
+    script = "echo 1 > own/kept/seen.txt; cp input/config/hyperparameters.json output/data/said"
+    kept = {"checkpoint_s3_uri": (here / "kept").as_uri(), "checkpoint_local_path": "/opt/ml/own/kept"}
+    run = run_shell(here, script, **kept)
+    assert (here / "kept" / "seen.txt").is_file()
+    said = json.loads(members(run.output_data)["said"])
+    assert said["sagemaker_checkpoint_local_path"] == '"/opt/ml/own/kept"'
+    with pytest.raises(ConfigError, match="'/kept' lies outside of /opt/ml"):
+        run_shell(here, script, **kept | {"checkpoint_local_path": "/kept"})
+
+
 def test_a_checkpoint_prefix_of_s3_is_an_empty_directory(here: Path) -> None:
     run = run_shell(here, "ls -A checkpoints | wc -l > model/count", checkpoint_s3_uri="s3://bucket/kept")
     assert members(run.model_data) == {"count": b"0\n"}

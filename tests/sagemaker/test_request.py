@@ -104,6 +104,7 @@ def test_hyperparameters_travel_as_json_text() -> None:
         ({"name": "a" * 64}, "at most 63"),
         ({"instance_type": None}, "instance_type is not given"),
         ({"instance_count": 0}, "instance_count=0"),
+        ({"checkpoint_path": "/opt/ml/own"}, "checkpoints '/opt/ml/own' is kept at no place in S3"),
         ({"max_wait": 5}, "max_wait=5 is for spot instances"),
         ({"spot": True, "max_wait": 5, "max_run": 6}, "use max_wait=6 or more"),
         ({"hyperparameters": {"x": "y" * 2500}}, "hyperparameter 'x' has 2502 characters"),

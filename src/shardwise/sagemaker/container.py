@@ -25,7 +25,7 @@ from typing import Any
 from shardwise.errors import ConfigError, DataError, MachineError, WorkerError
 from shardwise.job.keys import leaf_keys
 from shardwise.job.schema import Job
-from shardwise.sagemaker.failure import RESOURCES, base_directory
+from shardwise.sagemaker.failure import BASE, RESOURCES, base_directory
 from shardwise.words import listed, nearest
 
 CODE_CHANNEL, JOB_CHANNEL = "code", "job"
@@ -34,6 +34,7 @@ PROGRAM = "sagemaker_program"
 ARGUMENT_FORM = "sagemaker_argument_form"  # "json": as version 3 of the SDK writes a script's arguments
 COMMAND = "sagemaker_command"  # a line of a shell, in place of an entry point
 REQUIREMENTS = "sagemaker_requirements"  # a file of the code, in place of requirements.txt
+CHECKPOINTS = "sagemaker_checkpoint_local_path"  # the directory of checkpoints, where it is not the service's own
 OPTIONS = "mp_parameters"
 DISTRIBUTIONS = ("sagemaker_mpi_enabled", "sagemaker_torch_distributed_enabled", "sagemaker_pytorch_ddp_enabled",
               "sagemaker_distributed_dataparallel_enabled")  # fmt: skip
@@ -73,6 +74,11 @@ class Container:
     def model_directory(self) -> Path:
         """The directory whose content becomes the job's model."""
         return self.base / "model"
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """The directory that the service keeps equal to the job's prefix of checkpoints in S3."""
+        return below_base(self.base, str(self.framework.get(CHECKPOINTS, f"{BASE}/checkpoints")))
 
     @property
     def channels(self) -> dict[str, Path]:
@@ -183,7 +189,7 @@ class Container:
         notes = []
         if "output" not in job.model_fields_set:
             changes["output"] = str(self.base / "output" / "data")
-        checkpoints = self.base / "checkpoints"
+        checkpoints = self.checkpoint_directory
         given = job.checkpoint.model_fields_set
         if "directory" not in given and checkpoints.is_dir():
             if len(self.hosts) == 1:
@@ -307,6 +313,11 @@ def find_container(variables: Mapping[str, str] | None = None) -> Container | No
         resources=_read(base / RESOURCES),
         inputs=_read(config / "inputdataconfig.json"),
     )
+
+
+def below_base(base: Path, path: str) -> Path:
+    """Return where a path of the container lies, whose `/opt/ml` is `base`."""
+    return base / Path(path).relative_to(BASE) if Path(path).is_relative_to(BASE) else Path(path)
 
 
 def enter_container() -> Container | None:

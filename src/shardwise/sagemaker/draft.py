@@ -14,12 +14,13 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.sagemaker.client import ServiceClient
-from shardwise.sagemaker.container import CODE_CHANNEL, PROGRAM, SOURCE_ARCHIVE
+from shardwise.sagemaker.container import CHECKPOINTS, CODE_CHANNEL, PROGRAM, SOURCE_ARCHIVE
 from shardwise.sagemaker.distribution import EstimatorDistribution
 from shardwise.sagemaker.inputs import NamedInputs
-from shardwise.sagemaker.request import TrainingJob, proper_name, training_request
+from shardwise.sagemaker.request import CHECKPOINT_PATH, TrainingJob, proper_name, training_request
 from shardwise.sagemaker.shapes import Channel, DataSource, S3DataSource
 from shardwise.sagemaker.source import SourceFiles
+from shardwise.words import listed
 
 LOCAL_TYPES = ("local", "local_cpu", "local_gpu")
 SUBMIT_DIRECTORY, JOB_NAME, REGION = "sagemaker_submit_directory", "sagemaker_job_name", "sagemaker_region"
@@ -61,6 +62,7 @@ class TrainingDraft:
         self.source.check()
         if CODE_CHANNEL in self.inputs:
             raise ConfigError(f"input {CODE_CHANNEL!r}: this channel holds source_dir; give it another name")
+        self._check_groups()
         notes = list(self.distribution.notes)
         if self.distribution.options is not None:
             notes += self._check_layout(self.distribution.options)
@@ -83,6 +85,8 @@ class TrainingDraft:
         hyperparameters = {**self.job.hyperparameters, **submitted, JOB_NAME: self.job.name}
         if self.source.program is not None:
             hyperparameters[PROGRAM] = self.source.program
+        if self.job.checkpoint_path != CHECKPOINT_PATH:  # nothing else in the container tells
+            hyperparameters[CHECKPOINTS] = self.job.checkpoint_path
         return replace(
             self.job,
             channels=channels,
@@ -114,6 +118,15 @@ class TrainingDraft:
         client.start(request)
         say(f"started training job {self.job.name}")
         return self.job.name
+
+    def _check_groups(self) -> None:
+        names = [group.instance_group_name for group in self.job.instance_groups]
+        for name in self.distribution.groups:
+            if name not in names:
+                raise ConfigError(
+                    f"distribution.instance_groups=[{name!r}]: the job has {listed(names) or 'no instance groups'}; "
+                    "name one of instance_groups, or leave it out"
+                )
 
     def _check_layout(self, options: Mapping[str, Any]) -> list[str]:
         from shardwise.sagemaker.layout import check_smp_options, world_of_instances  # imports torch

@@ -22,9 +22,9 @@ from typing import Any
 from shardwise.errors import ConfigError, WorkerError
 from shardwise.errors.exit_codes import STOPPED
 from shardwise.sagemaker.client import ServiceClient
-from shardwise.sagemaker.container import CODE_CHANNEL, SOURCE_ARCHIVE
+from shardwise.sagemaker.container import CODE_CHANNEL, SOURCE_ARCHIVE, below_base
 from shardwise.sagemaker.draft import TrainingDraft
-from shardwise.sagemaker.failure import BASE_VARIABLE
+from shardwise.sagemaker.failure import BASE, BASE_VARIABLE
 from shardwise.sagemaker.request import TrainingJob, encoded_hyperparameters
 from shardwise.sagemaker.shapes import Channel
 
@@ -67,6 +67,7 @@ def run_in_place(draft: TrainingDraft, root: Path, client: ServiceClient, say: S
         WorkerError: a host failed, with the reason that it left.
     """
     job = draft.placed("s3://local")
+    _check_checkpoints(job)
     directory = root / job.name
     hosts = [f"algo-{number}" for number in range(1, job.instance_count + 1)]
     for host in hosts:
@@ -106,7 +107,7 @@ def _lay_out(
         (config / f"{name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     for channel in job.channels:
         _fill_channel(draft, channel, data / channel.channel_name, client)
-    _link_checkpoints(job, base / "checkpoints")
+    _link_checkpoints(job, base)
 
 
 def _channel_config(channel: Channel, job: TrainingJob) -> dict[str, Any]:
@@ -143,10 +144,20 @@ def _fill_channel(draft: TrainingDraft, channel: Channel, target: Path, client: 
     client.download(source.s3_uri, target)
 
 
-def _link_checkpoints(job: TrainingJob, target: Path) -> None:
+def _check_checkpoints(job: TrainingJob) -> None:
+    if not Path(job.checkpoint_path).is_relative_to(BASE):
+        raise ConfigError(
+            f"the local path of checkpoints {job.checkpoint_path!r} lies outside of {BASE}, for which a directory of "
+            f"this machine stands; use one below {BASE} in local mode"
+        )
+
+
+def _link_checkpoints(job: TrainingJob, base: Path) -> None:
     """Lead the directory of checkpoints to that of this machine which stands for their prefix in S3."""
     if job.checkpoint_uri is None:
         return
+    target = below_base(base, job.checkpoint_path)
+    target.parent.mkdir(parents=True, exist_ok=True)
     if job.checkpoint_uri.startswith("s3://"):
         target.mkdir()
         return

@@ -155,6 +155,10 @@ def _check(job: TrainingJob) -> None:
         raise ConfigError("instance_type is not given; give e.g. 'ml.p5.48xlarge', or instance_groups")
     if job.instance_count < 1:
         raise ConfigError(f"instance_count={job.instance_count}: must be a whole number from 1; use 1 or more")
+    if job.checkpoint_uri is None and job.checkpoint_path != CHECKPOINT_PATH:
+        raise ConfigError(
+            f"the local path of checkpoints {job.checkpoint_path!r} is kept at no place in S3; give its S3 URI too"
+        )
     _check_times(job)
     _check_texts(job)
     for what, items, most in (
