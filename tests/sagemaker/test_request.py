@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.sagemaker.request import TrainingJob, is_secret, proper_name, training_request
+from shardwise.job.secret_forms import is_secret
+from shardwise.sagemaker.request import TrainingJob, proper_name, training_request
 from shardwise.sagemaker.shapes import (
     Channel,
     DataSource,

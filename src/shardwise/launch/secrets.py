@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.sagemaker.request import SECRET_VALUE, is_secret
+from shardwise.job.secret_forms import SECRET_VALUE, is_secret
 
 REFERENCES = ("launch.secrets.", "launch.pull_secret")  # keys that say where a secret is kept
 _ASSIGNED = re.compile(r"\b([A-Za-z0-9_]+)=([^\s$][^\s]*)")  # in lines of a shell

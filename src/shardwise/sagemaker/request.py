@@ -13,10 +13,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
+from shardwise.job.secret_forms import is_secret
 from shardwise.sagemaker.shapes import Channel, InstanceGroup, given
 
 NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
@@ -211,18 +211,6 @@ def proper_name(text: str, suffix: str = "") -> str:
     return words[: 63 - len(suffix)].rstrip("-") + suffix
 
 
-# ------------------------------------------------------------------------------------------------------------ secrets
-
-SECRET_WORDS = frozenset(["token", "secret", "password", "passwd", "credential", "credentials", "apikey"])
-SECRET_PAIRS = frozenset([("api", "key"), ("access", "key"), ("private", "key"), ("auth", "key")])
-# Tokens of Hugging Face, AWS, GitHub, OpenAI's kind, Slack; then a key in a file.
-SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|(AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|"
-    r"xox[abpr]-[\w-]{10,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
-REFERENCE = re.compile(r"arn:aws[\w-]*:(secretsmanager|ssm):|\{\{resolve:|ssm://|secretsmanager://|/opt/ml/|s3://|/")
-
-
 def refuse_secrets(argument: str, values: Mapping[str, Any]) -> None:
     """Refuse secrets in clear text: whoever may describe the job could read them.
 
@@ -235,17 +223,3 @@ def refuse_secrets(argument: str, values: Mapping[str, Any]) -> None:
                 f"{argument}: {name} looks like a secret in clear text, which everybody who may describe the job can "
                 "read; keep it in AWS Secrets Manager or Parameter Store, give its ARN here and read it in the job"
             )
-
-
-def is_secret(name: str, value: Any) -> bool:
-    """Return whether a value is a secret, as far as its name or its form tells. References to secrets are none."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    if SECRET_VALUE.search(text):
-        return True
-    looks_like_one = isinstance(value, str) and re.fullmatch(r"\S{8,}", text) and not text.startswith("<")
-    return bool(looks_like_one) and _names_secret(name) and not REFERENCE.match(text)
-
-
-def _names_secret(name: str) -> bool:
-    words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+|(?<=[a-z])(?=[A-Z])", name) if word]
-    return bool(SECRET_WORDS & set(words)) or any(pair in SECRET_PAIRS for pair in pairwise(words))

@@ -33,6 +33,7 @@ PAIRS = f"{STEPS}.TokenizeSampleDPO"
 PAIR_LOSSES = ("sigmoid", "ipo")
 SAMPLING = "nothing is sampled but the text at the end (observe.sample)"
 SECRET = "no secret is kept in a job, and no hub is asked; download the model and name its directory in model.path"
+ANEW = "the run starts anew"
 METERING = "metering_callback.MeteringCallback"  # counts what Amazon bills
 
 
@@ -122,6 +123,20 @@ def _weight_decay(value: float, values: Values) -> Mapped:
     return {"optimizer.weight_decay": value}
 
 
+def _schedule(name: str, values: Values) -> Mapped:
+    if name == "constant":
+        return {"optimizer.schedule": name, "optimizer.warmup_steps": 0}
+    if name == "constant_with_warmup":
+        return {"optimizer.schedule": "constant"}
+    return {"optimizer.schedule": name, "optimizer.final_learning_rate_ratio": 0.0}
+
+
+def _warms_up(value: float, values: Values) -> Mapped:
+    if values.get(f"{ARGS}.lr_scheduler") == "constant":
+        return NoEffect("transformers' constant schedule has no warm-up; constant_with_warmup has")
+    return {"optimizer.warmup_ratio": value}
+
+
 def _checkpointing(value: bool, values: Values) -> Mapped:
     return {"memory.activation_checkpointing": "full" if value else "none"}
 
@@ -158,9 +173,18 @@ def _attention(value: str, values: Values) -> Mapped:
     return NoEffect("model.attention auto takes a fused kernel, sdpa among them")
 
 
+def _starts_anew(values: Values) -> bool:
+    is_off = values.get(f"{ARGS}.load_checkpoint") is False
+    return is_off or bool(values.get("training_config.force_rerun"))
+
+
+def _resumes_at(value: str, values: Values) -> Mapped:
+    return NoEffect(ANEW) if _starts_anew(values) else {"checkpoint.resume": value}
+
+
 def _resumes(value: bool, values: Values) -> Mapped:
-    if not value or values.get("training_config.force_rerun"):
-        return NoEffect("the run starts anew")
+    if not value or _starts_anew(values):
+        return NoEffect(ANEW)
     if values.get(f"{ARGS}.resume_checkpoint_path"):
         return NoEffect("training_args.resume_checkpoint_path says from where")
     return {"checkpoint.resume": "auto"}
@@ -353,10 +377,9 @@ LLMFT_KEYS = (
     RecipeKey(f"{ARGS}.learning_rate", float, "peak", _unless_scaled("learning_rate", "optimizer.learning_rate"),
               "optimizer.learning_rate"),
     RecipeKey(f"{ARGS}.lr_scheduler", ("cosine", "linear", "constant", "constant_with_warmup"),
-              "transformers' schedules, which end at 0",
-              lambda name, values: {"optimizer.schedule": "constant"} if "constant" in name
-              else {"optimizer.schedule": name, "optimizer.final_learning_rate_ratio": 0.0}, "optimizer.schedule"),
-    renamed(f"{ARGS}.lr_warmup_ratio", float, "optimizer.warmup_ratio", "share of the steps"),
+              "transformers' schedules, which end at 0", _schedule, "optimizer.schedule"),
+    RecipeKey(f"{ARGS}.lr_warmup_ratio", float, "share of the steps; lr_scheduler=constant has none", _warms_up,
+              "optimizer.warmup_ratio"),
     RecipeKey(f"{ARGS}.adam_betas", list, "AdamW's betas",
               lambda betas, values: {"optimizer.options": {"betas": betas}}, "optimizer.options"),
     RecipeKey(f"{ARGS}.weight_decay", float, "of tensors of two or more dims", _weight_decay, "optimizer.weight_decay"),
@@ -388,9 +411,10 @@ LLMFT_KEYS = (
     renamed(f"{ARGS}.training_dir", str, "checkpoint.directory", "where checkpoints lie"),
     without_effect(f"{ARGS}.override_training_dir", bool, "an output of another job is never overwritten"),
     RecipeKey(f"{ARGS}.load_checkpoint", bool, "goes on from the newest", _resumes, "checkpoint.resume"),
-    renamed(f"{ARGS}.resume_checkpoint_path", str, "checkpoint.resume", "the checkpoint from which to go on"),
+    RecipeKey(f"{ARGS}.resume_checkpoint_path", str, "the checkpoint from which to go on", _resumes_at,
+              "checkpoint.resume"),
     RecipeKey("training_config.force_rerun", bool, "starts anew",
-              lambda value, values: NoEffect("training_args.load_checkpoint is not used" if value else "it is off")),
+              lambda value, values: NoEffect("no checkpoint is loaded" if value else "it is off")),
     RecipeKey(f"{ARGS}.save_steps", int, "steps between checkpoints", _saves, "checkpoint.every"),
     RecipeKey(f"{ARGS}.max_ckpt_num", int, "how many are kept", _keeps, "checkpoint.keep_last"),
     without_effect(f"{ARGS}.max_ckpt_mem", float, "checkpoint.keep_last bounds what is kept"),

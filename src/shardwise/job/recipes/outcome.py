@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardwise.job.secret_forms import SECRET_VALUE, names_secret
+
 Effect = Literal["acts", "no effect", "refused"]
-HIDDEN = ("access_token", "api_key", "password", "secret", "use_wandb")  # ends of names whose values are shown nowhere
+HIDDEN = "use_wandb"  # which may hold the key of an account
 SHOWN = 60  # characters of a value in a line
 
 
@@ -28,7 +30,8 @@ class KeyOutcome:
     @property
     def shown(self) -> str:
         """The value in a line; nothing of a secret."""
-        if self.name.endswith(HIDDEN) and self.value not in (None, ""):
-            return "***"
         text = "null" if self.value is None else str(self.value)
+        last = self.name.rpartition(".")[2]
+        if self.value not in (None, "") and (last == HIDDEN or names_secret(last) or SECRET_VALUE.search(text)):
+            return "***"
         return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

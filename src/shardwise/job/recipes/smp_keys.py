@@ -43,6 +43,13 @@ MODEL_TYPES = {  # the adapter's names -> transformers'
     "gpt_oss": "gpt_oss",
     "falcon": "falcon",
 }
+ROPE_SCALING = (  # the fields of the adapter's schema, with its defaults
+    ("rope_type", ("llama3",), None),
+    ("factor", float, 8.0),
+    ("high_freq_factor", float, 4.0),
+    ("low_freq_factor", float, 1.0),
+    ("original_max_position_embeddings", int, 8192),
+)
 BUILT_FROM_FIELDS = frozenset(MODEL_TYPES) - {"falcon"}
 PLAIN_NAMES = "shardwise export writes it from any checkpoint"
 BLOCKS = "blocks are gathered one by one; parallel.prefetch_depth says how far ahead"
@@ -111,7 +118,9 @@ def _keeps_checkpoints(values: Values) -> str:
 
 def _checkpoints_kept(value: int, values: Values) -> Mapped:
     reason = _keeps_checkpoints(values)
-    return NoEffect(reason) if reason else {"checkpoint.keep_last": value}
+    if reason:
+        return NoEffect(reason)
+    return {"checkpoint.keep_last": value} if value > 0 else Refusal("all are kept by a number that is high; use 1000")
 
 
 def _checkpoint_every(value: int, values: Values) -> Mapped:
@@ -449,9 +458,8 @@ SMP_KEYS = (
     *(RecipeKey(f"model.{name}", int, "of the config", _window, "model.config: sliding_window")
       for name in ("sliding_window", "mistral_sliding_window", "mixtral_sliding_window")),
     *(RecipeKey(f"model.rope_scaling.{name}", kind, "of the config, where rope_type is given", _rope_scaling(name),
-                f"model.config: rope_parameters.{name}")
-      for name, kind in (("rope_type", str), ("factor", float), ("high_freq_factor", float),
-                         ("low_freq_factor", float), ("original_max_position_embeddings", int))),
+                f"model.config: rope_parameters.{name}", default)
+      for name, kind, default in ROPE_SCALING),
     without_effect("model.use_flash_attention", bool, "model.attention auto takes a fused kernel, torch's own first"),
     RecipeKey("model.multi_modal", bool, "models of text are trained",
               _flag("pictures are not read", "set false, or bring the model as model.factory")),
