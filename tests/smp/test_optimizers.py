@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise.smp as smp
-from shardwise.errors import ModelError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.smp.v1.optimizers import FusedLAMB, FusedLamb, FusedNovoGrad
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model
@@ -128,6 +128,24 @@ def _scheduled(config: dict[str, Any], before: bool) -> list[float]:
 def test_a_scheduler_may_be_made_before_the_optimizer_is_wrapped(world_pool: WorldPool, config: dict[str, Any]) -> None:
     before, after = (world_pool.run(2, _scheduled, config, first) for first in (True, False))
     assert before == after and before[0][-1] == 0.02 / 8
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"dynamic_loss_args": {"init_scal": 4}}, r"unknown key dynamic_loss_args\.init_scal=4\. Did you mean"),
+        ({"dynamic_loss_args": {"scale_window": 0}}, r"dynamic_loss_args\.scale_window=0: must be greater"),
+        ({"dynamic_loss_scale": False, "static_loss_scale": -1}, "static_loss_scale=-1: must be greater than 0"),
+    ],
+)
+def test_a_wrong_loss_scale_is_refused(settings: dict[str, Any], said: str) -> None:
+    smp.init({"fp16": True})
+    try:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+        with pytest.raises(ConfigError, match=said):
+            smp.DistributedOptimizer(optimizer, **{"dynamic_loss_scale": True} | settings)
+    finally:
+        smp.state.reset()
 
 
 class Own:

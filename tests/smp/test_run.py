@@ -191,6 +191,10 @@ def test_mistakes_end_without_a_traceback(tmp_path: Path, capsys: pytest.Capture
         (("--smp-options", '{"microbatch": 2}', SCRIPT), "Did you mean 'microbatches'?"),
         (("--channel", "train", SCRIPT), "must be NAME=DIR"),
         (("--smp-options", '{"mpi": {"processes_per_host": "4"}}', SCRIPT), "processes_per_host='4' must be a whole"),
+        (
+            ("--smp-options", '{"enabled": false, "parameters": {}}', tmp_path / "none.py"),
+            "enabled=False, so its param",
+        ),
         (("--smp-options", '{"mpi": {"processes_per_host": 0}}', SCRIPT), "processes_per_host=0 must be a whole"),
     ):
         assert main(["run", *map(str, words)]) == 2

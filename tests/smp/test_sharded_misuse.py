@@ -20,12 +20,19 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import shardwise.smp.v2 as tsm
 from shardwise.errors import CheckpointError, ConfigError, LegalityError
 from shardwise.smp.v2.grad_norm import clip_grad_norm_
+from shardwise.smp.v2.options import read_parameters
 from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches
 from tests.smp.sharded_scripts import make_model, wrap
 
 REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+
+
+def test_parameters_that_are_switched_off_are_said() -> None:
+    off = {"enabled": False, "parameters": {"hybrid_shard_degree": 2}}
+    values, notes = read_parameters(off, {})
+    assert values["hybrid_shard_degree"] == 0 and ["enabled=False" in note for note in notes] == [True]
 
 
 def _refused(config: dict[str, Any], transforms: bool) -> str:

@@ -99,8 +99,13 @@ def _mistakes() -> list[str]:
             loss: Tensor = model(input_ids=ids, labels=ids)["loss"]
             return loss
 
+        @smp.step(input_split_axes={"ids": 5})
+        def turned(model: Any, ids: Tensor) -> Tensor:
+            return ids
+
         ids = batches()[0]
         tried: list[Callable[[], Any]] = [
+            lambda: turned(model, ids),
             lambda: model(input_ids=ids),
             lambda: model.backward(torch.zeros(())),
             lambda: smp.set_partition(module, 2),
@@ -122,8 +127,9 @@ def _mistakes() -> list[str]:
 
 def test_mistakes_have_names_and_fixes(world_pool: WorldPool) -> None:
     for said in world_pool.run(2, _mistakes):
-        assert len(said) == 8 and all(issubclass(kind, ShardwiseError) for kind in (StepUsageError, MessageError))
-        assert "decorated with @smp.step" in said[0] and "stage 2 does not exist" in said[2]
+        assert len(said) == 9 and all(issubclass(kind, ShardwiseError) for kind in (StepUsageError, MessageError))
+        assert "'ids' is cut along axis 5 and has a tensor of shape [8, 16]" in said[0]
+        assert "decorated with @smp.step" in said[1] and "stage 2 does not exist" in said[3]
         assert "does not divide the 3 rows of 'ids'" in said[-2]  # on the other stages too, which only wait for them
         assert "did not call the model" in said[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.arguments import whole_number
@@ -44,7 +45,11 @@ def run_script(options: argparse.Namespace, keys: dict[str, Any]) -> int:
         if not (name.isidentifier() and equals and directory):
             raise ConfigError(f"--channel={channel} must be NAME=DIR, e.g. --channel train=data/train")
         variables[f"SM_CHANNEL_{name.upper()}"] = directory
-    parameters, processes = (None, None) if options.smp_options is None else read_run_options(options.smp_options)
+    parameters, processes = None, None
+    if options.smp_options is not None:
+        parameters, processes, notes = read_run_options(options.smp_options)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
     if parameters is None and OPTIONS_VARIABLE not in os.environ:
         parameters = options_of_arguments(options.arguments)
     device_type = options.device or default_device()

@@ -50,8 +50,11 @@ class Script:
     options: Mapping[str, Any] | None = None
 
 
-def read_run_options(text: str) -> tuple[dict[str, Any], int | None]:
-    """SMP's bare parameters from JSON or a file of it, and `mpi.processes_per_host` where it stands around them.
+def read_run_options(text: str) -> tuple[dict[str, Any], int | None, list[str]]:
+    """Read SMP's parameters from JSON or a file of it.
+
+    Returns:
+        The bare parameters; `mpi.processes_per_host`, where it stands around them; what else does and has no effect.
 
     Raises:
         ConfigError: it is no JSON object, or a key is unknown, wrong or refused.
@@ -64,10 +67,11 @@ def read_run_options(text: str) -> tuple[dict[str, Any], int | None]:
     if not isinstance(source, dict):
         raise ConfigError(f"--smp-options={text!r} holds a {type(source).__name__}, not a JSON object")
     translated = translate(source)
-    parameters = bare_parameters(source)
+    notes: list[str] = []
+    parameters = bare_parameters(source, notes)
     if "pipeline_parallel_degree" in parameters:  # transformers looks for the older name
         parameters.setdefault("partitions", parameters["pipeline_parallel_degree"])
-    return parameters, translated.values.get("parallel.workers")
+    return parameters, translated.values.get("parallel.workers"), notes
 
 
 def launch_script(script: Script, workers: int | None, is_joined: bool = True) -> None:

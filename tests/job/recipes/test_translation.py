@@ -187,7 +187,9 @@ def test_a_section_that_is_null_is_left_out() -> None:
 
 def test_the_kind_of_rope_scaling_alone_has_the_adapters_numbers() -> None:
     left = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings")
-    whole = translated(SMP, "model.rope_scaling.rope_type=llama3", *(f"model.rope_scaling.{name}=null" for name in left))
+    whole = translated(
+        SMP, "model.rope_scaling.rope_type=llama3", *(f"model.rope_scaling.{name}=null" for name in left)
+    )
     rope = whole.job().model.config["rope_parameters"]
     assert [rope[name] for name in left] == [8.0, 4.0, 1.0, 8192]
     assert effect(translated(SMP, "model.rope_scaling.rope_type=yarn"), "model.rope_scaling.rope_type")[0] == "refused"

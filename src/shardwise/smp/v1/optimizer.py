@@ -18,10 +18,13 @@ from shardwise.errors import ConfigError
 from shardwise.job.axes import state_axes
 from shardwise.job.schema import LossScaleSection
 from shardwise.kernels.precision import LossScaler
+from shardwise.smp.options import make_job
 from shardwise.smp.v1.optimizer_binding import OptimizerBinding
 from shardwise.smp.v1.optimizer_parameters import inner_optimizer
 from shardwise.smp.v1.own_optimizer import OwnOptimizer, ParameterNumbers, subclass_with
 from shardwise.smp.v1.session import state
+
+LOSS_SCALE = "precision.loss_scale"  # the section of a job
 
 
 class DistributedOptimizerMixin(ParameterNumbers):
@@ -159,13 +162,14 @@ def DistributedOptimizer(
     Raises:
         NotInitializedError: `smp.init` was not called.
         ModelError: there is no torch optimizer in `optimizer`.
-        ConfigError: `sdp_gradient_clipping` is on, and `optimizer` takes a step of its own.
+        ConfigError: a number of the loss scale is wrong; or `sdp_gradient_clipping` is on, and `optimizer` takes a step
+            of its own.
     """
     if state.cfg.fp16:
         settings = {"init_scale": 2.0**32} | dict(dynamic_loss_args or {}) | loss_args
         if not dynamic_loss_scale:
             settings = {"static": static_loss_scale or 1.0}
-        return Fp16Optimizer(optimizer, LossScaler.of("fp16", LossScaleSection.model_validate(settings)))
+        return Fp16Optimizer(optimizer, LossScaler.of("fp16", _loss_scale(settings)))
     inner_optimizer(optimizer)
     is_torchs = isinstance(optimizer, torch.optim.Optimizer)
     if not is_torchs:
@@ -175,6 +179,15 @@ def DistributedOptimizer(
     follow_schedulers(optimizer)
     optimizer._smp = OptimizerBinding(state, optimizer, None)
     return optimizer
+
+
+def _loss_scale(settings: Mapping[str, Any]) -> LossScaleSection:
+    try:
+        return make_job({LOSS_SCALE: settings}).precision.loss_scale
+    except ConfigError as error:
+        text = str(error).replace(f"{LOSS_SCALE}.static", "static_loss_scale")
+        error.args = (f"smp.DistributedOptimizer: {text.replace(LOSS_SCALE, 'dynamic_loss_args')}",)
+        raise
 
 
 def _check_clipping(name: str) -> None:

@@ -28,7 +28,7 @@ def microbatch_of(value: Any, name: str, count: int, index: int, axis: int) -> A
     """Return microbatch `index` of `count` of what `value` holds, along `axis`.
 
     Raises:
-        SMPValidationError: the batch does not divide.
+        SMPValidationError: the batch does not divide, or has no such axis.
     """
 
     def cut(leaf: Any) -> Any:
@@ -36,6 +36,11 @@ def microbatch_of(value: Any, name: str, count: int, index: int, axis: int) -> A
             return leaf.smp_slice(count, index, axis)
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return leaf
+        if not -leaf.dim() <= axis < leaf.dim():
+            raise SMPValidationError(
+                f"input_split_axes: {name!r} is cut along axis {axis} and has a tensor of shape {list(leaf.shape)}; "
+                "give an axis that it has"
+            )
         rows = leaf.shape[axis]
         if rows % count:
             raise SMPValidationError(

@@ -102,16 +102,16 @@ def _microbatches(
     """
     count, stages = int(session.cfg.microbatches), session.layout.size(Axis.PIPELINE)
     calls: list[CallArguments] = [(list(args), dict(kwargs)) for _ in range(count)]
-    cut, problem, seed = [dict[ArgumentKey, Any]() for _ in range(count)], "", 0
+    cut, problem, cause, seed = [dict[ArgumentKey, Any]() for _ in range(count)], "", None, 0
     if session.layout.index(Axis.PIPELINE) == 0:
         try:
             _cut(cut, body, settings, args, kwargs)
-        except SMPValidationError as error:
-            problem = str(error)  # for all stages, which would wait
+        except Exception as error:  # of an argument's own `smp_slice` too: for all stages, which would wait
+            problem, cause = str(error) or repr(error), error
     if stages > 1:
         problem, cut, seed = _share_first_stage(session, body, problem, cut)
     if problem:
-        raise SMPValidationError(problem)
+        raise cause or SMPValidationError(problem)
     for (positional, named), values in zip(calls, to_device(cut, session.device)):
         for key, value in values.items():
             if isinstance(key, int):

@@ -37,7 +37,8 @@ def read_parameters(config: Any, assigned: Mapping[str, Any]) -> tuple[dict[str,
     Raises:
         ConfigError: no JSON object, or a parameter is unknown, of the wrong type or refused.
     """
-    given = _mapping(config) | bare_parameters(launched_options()) | dict(assigned)
+    around: list[str] = []  # of the forms in which parameters are given
+    given = _mapping(config, around) | bare_parameters(launched_options(), around) | dict(assigned)
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in BY_NAME or "v2" not in BY_NAME[name].versions:
@@ -51,10 +52,10 @@ def read_parameters(config: Any, assigned: Mapping[str, Any]) -> tuple[dict[str,
     notes = [note for note in translated.notes if not note.startswith(tuple(f"smp_options: {name}=" for name in ACT))]
     notes = [note for note in notes if not note.startswith(tuple(f"smp_options: {name}=" for name in WHY))]
     notes += [f"{name}={given[name]!r} has no effect here: {WHY[name]}." for name in WHY if name in given]
-    return DEFAULTS | given, notes
+    return DEFAULTS | given, [*around, *notes]
 
 
-def _mapping(config: Any) -> dict[str, Any]:
+def _mapping(config: Any, notes: list[str]) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, (str, Path)):
@@ -64,4 +65,4 @@ def _mapping(config: Any) -> dict[str, Any]:
             raise ConfigError(f"tsm.init: {config!r} is not a file of JSON: {error}") from error
     if not isinstance(config, Mapping):
         raise ConfigError(f"tsm.init takes a dict or the path of a JSON file of one, not {config!r}")
-    return bare_parameters(config)
+    return bare_parameters(config, notes)
