@@ -108,3 +108,31 @@ def test_prompts_are_continued_at_an_evaluation(world_pool: WorldPool, tmp_path:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert all(len(tokenizer.encode(sample["text"])) <= 3 for sample in record["samples"])
     assert "Prompts at the last evaluation" in (tmp_path / "run/report.html").read_text()
+
+
+def test_exact_match_of_several_sources_is_of_all_their_rows(world_pool: WorldPool, tmp_path: Path) -> None:
+    job = answer_job(tmp_path, training={"steps": 25, "sequences_per_step": 8, "evaluate_batches": 1})
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)[:9]))
+    sources = [
+        {"name": name, "path": str(tmp_path / file), "format": "chat", "weight": 1.0}
+        for name, file in (("many", "rows.jsonl"), ("few", few))
+    ]
+    data = job.data.model_dump(exclude_unset=True, exclude={"path", "format"}) | {"sources": sources}
+    mixed = Job.model_validate(job.model_dump(exclude_unset=True) | {"data": data})
+    record, many, few_rows = world_pool.run(1, exact_matches_of, mixed)[0]
+    assert (many, few_rows) == (10, 2)
+    whole = record["exact_match/many"] * many + record["exact_match/few"] * few_rows
+    assert record["exact_match"] == pytest.approx(whole / (many + few_rows))
+    assert 0 < record["exact_match"] < 1
+
+
+def exact_matches_of(job: Job) -> tuple[dict[str, Any], int, int]:
+    """Train and evaluate; return also of how many rows of each source answers are asked for."""
+    with Session(job, device=torch.device("cpu")) as session:
+        for batches in session.batches():
+            session.step(batches)
+        session.evaluate()
+        sets = session.assembled.data.sets
+        many, few = (len(sets[name].answers(10)) for name in ("many", "few"))  # type: ignore[union-attr]
+        return session.evaluated, many, few

@@ -27,7 +27,9 @@ OPENERS: dict[str, Callable[[Job, int | None], tuple[list[FileRow], FileDataset]
 
 def gives_samples(job: Job) -> bool:
     """Return whether the job's data are samples of tensors: of files, or of `data.factory`."""
-    return TASKS[job.model.task].reads_files or data_format(job.data) == "factory"
+    if TASKS[job.model.task].reads_files:
+        return True
+    return not job.data.sources and data_format(job.data) == "factory"
 
 
 def open_file_samples(job: Job, model_vocabulary: int | None) -> TokenData:

@@ -7,26 +7,33 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shardwise.data.packed_rows import PackedRows
-from shardwise.data.packing import Windows
+from shardwise.data.token_data import TokenData
 from shardwise.parallel.model import ParallelModel
 from shardwise.training.scores import Continuation, log_likelihoods
 
 EXACT_MATCH = "exact_match"
 
 
-def exact_matches(
-    model: ParallelModel, validation: PackedRows | None, sets: Mapping[str, Windows | PackedRows], count: int
-) -> dict[str, float]:
-    """Return the exact match of the validation split, if it is one, and of each set by its name. Collective."""
-    splits: dict[str, Windows | PackedRows] = {} if validation is None else {EXACT_MATCH: validation}
-    splits |= {f"{EXACT_MATCH}/{name}": split for name, split in sets.items()}
-    return {name: exact_match(model, split, count) for name, split in splits.items() if isinstance(split, PackedRows)}
+def exact_matches(model: ParallelModel, data: TokenData, count: int) -> dict[str, float]:
+    """Return the shares of the first `count` rows whose first answer the model writes token for token. Collective.
+
+    `exact_match` is of the validation split, with several sources of the rows of all of them; `exact_match/NAME` is of
+    a set or of a source.
+    """
+    by_name = {
+        name: _written(model, split, count) for name, split in data.sets.items() if isinstance(split, PackedRows)
+    }
+    if isinstance(data.validation, PackedRows):
+        whole = _written(model, data.validation, count)
+    else:
+        sources = {source.name for source in data.sources}
+        whole = [is_written for name, rows in by_name.items() if name in sources for is_written in rows]
+    shares = {EXACT_MATCH: whole} | {f"{EXACT_MATCH}/{name}": rows for name, rows in by_name.items()}
+    return {name: sum(rows) / len(rows) for name, rows in shares.items()}
 
 
-def exact_match(model: ParallelModel, rows: PackedRows, count: int) -> float:
-    """Return the share of the first `count` rows whose first answer the model writes token for token. Collective."""
+def _written(model: ParallelModel, rows: PackedRows, count: int) -> list[bool]:
+    """Return of each of the first `count` rows if the model writes its first answer. Collective."""
     scores = log_likelihoods(model, [Continuation(*pair) for pair in rows.answers(count)])
-    return sum(is_likeliest for _, is_likeliest in scores) / len(scores)
+    return [is_likeliest for _, is_likeliest in scores]

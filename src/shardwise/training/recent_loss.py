@@ -8,7 +8,10 @@ from shardwise.training.step import StepResult
 
 
 class RecentLoss:
-    """Mean loss of the counted labels of the last `most` steps, without those that were skipped."""
+    """Mean loss of the last `most` steps together, without those that were skipped.
+
+    It is a mean of the same things as a step's own loss: counted labels, samples or pairs.
+    """
 
     def __init__(self, most: int) -> None:
         self._steps: deque[StepResult] = deque(maxlen=most)
@@ -25,6 +28,6 @@ class RecentLoss:
 
     @property
     def mean(self) -> float | None:
-        """Nats a label; None before the first step."""
-        labels = sum(result.count for result in self._steps)
-        return sum(result.loss * result.count for result in self._steps) / labels if labels else None
+        """Nats; None before the first step."""
+        divisor = sum(result.divisor for result in self._steps)
+        return sum(result.loss * result.divisor for result in self._steps) / divisor if divisor else None

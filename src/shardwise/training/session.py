@@ -31,7 +31,6 @@ from shardwise.checkpoint.manifest import Progress
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase, open_record
 from shardwise.data.batch import Batch
 from shardwise.data.corpus import with_format
-from shardwise.data.packed_rows import PackedRows
 from shardwise.data.state import OF_SOURCE, SAMPLES, DataState
 from shardwise.data.streaming.loader import state_of_stream
 from shardwise.errors import ConfigError, require_type
@@ -385,12 +384,8 @@ class Session:
 
     def _exact_matches(self) -> dict[str, float]:
         """Return what the job's `evaluation.answers` come to."""
-        count, data = self.job.evaluation.answers, self.assembled.data
-        if not count or not self.job.data.has_rows:
-            return {}
-        if not isinstance(data.validation, PackedRows):  # of several sources, each of which is a set
-            return exact_matches(self.model, None, data.sets, count)
-        return exact_matches(self.model, data.validation, data.sets, count)
+        count = self.job.evaluation.answers
+        return exact_matches(self.model, self.assembled.data, count) if count and self.job.data.has_rows else {}
 
     def _of_ema(self, objective: Objective) -> dict[str, EvaluationResult]:
         """Return what the averaged weights come to on the validation split, by the name `ema`, if the job has them."""

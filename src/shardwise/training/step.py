@@ -55,9 +55,10 @@ class StepResult:
     """Outcome of one step, equal on every rank.
 
     Attributes:
-        loss: mean loss of the step's counted labels, nats.
+        loss: mean loss of the step's counted labels, samples or pairs, nats.
         grad_norm: global L2 norm before clipping; the one that clips.
         count: counted labels on all ranks.
+        divisor: number of what `loss` is the mean of, on all ranks.
         skipped: the gradients were not finite and nothing was updated.
         loss_scale: scale of this step's backward.
         stop: some rank asked to stop after this step.
@@ -71,6 +72,7 @@ class StepResult:
     loss: float
     grad_norm: float
     count: int
+    divisor: int
     skipped: bool
     loss_scale: float
     stop: bool = False
@@ -207,6 +209,7 @@ def train_step(
         normalisation.mean(sums.loss, counts),
         sums.norm,
         counts.tokens,
+        normalisation.divisor(counts),
         skipped,
         scale,
         bool(agreed.stop),

@@ -10,6 +10,14 @@ def _decides_nothing(d: Draft) -> bool:
     return not d.job.checkpoint.keep_best and not d.job.evaluation.early_stopping_patience
 
 
+def _names_no_set(d: Draft) -> bool:
+    """Whether the metric is that of a set that the job does not have; callbacks name theirs otherwise."""
+    kind, of_a_set, name = d.job.evaluation.metric.partition("/")
+    known = [*d.job.evaluation.sets, *(source.label for source in d.data.sources)]
+    known += ["ema"] * (d.training.ema_decay is not None)
+    return bool(of_a_set) and (kind == "exact_match" or kind.startswith("validation_")) and name not in known
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule("evaluation-sets", ("evaluation.sets", "data.factory", "model.task"),
@@ -33,6 +41,13 @@ RULES: tuple[Rule, ...] = (
          "what is trained on are the answers, and not all that stands behind the first token",
          lambda d: d.job.evaluation.answers and d.data.has_rows and d.data.train_on == "all",
          fix="use another data.train_on, or leave evaluation.answers out"),
+    Rule("evaluation-metric-answers", ("evaluation.metric", "evaluation.answers"),
+         "exact_match is the share of the answers that the model is asked for",
+         lambda d: d.job.evaluation.metric.partition("/")[0] == "exact_match" and not d.job.evaluation.answers,
+         fix="set evaluation.answers, say to 100"),
+    Rule("evaluation-metric-set", ("evaluation.metric", "evaluation.sets", "data.sources"),
+         "behind the / of a metric stands the name of a set or of a source", _names_no_set,
+         fix="use a name of evaluation.sets or data.sources"),
     *(idle(f"evaluation-{key.replace('_', '-')}", f"evaluation.{key}", "nothing is judged by it", _decides_nothing,
            "set checkpoint.keep_best or evaluation.early_stopping_patience, or leave it out")
       for key in ("metric", "greater_is_better")),

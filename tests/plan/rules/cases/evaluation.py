@@ -39,6 +39,15 @@ CASES = {
         {"data": {"format": "chat", "path": "a", "train_on": "assistant"}, "evaluation": {"answers": 8}},
         "use another data.train_on",
     ),
+    "evaluation-metric-answers": case(
+        evaluated(OFTEN, metric="exact_match", **PATIENT), evaluated(OFTEN, metric="accuracy", **PATIENT),
+        "set evaluation.answers",
+    ),
+    "evaluation-metric-set": case(
+        evaluated(OFTEN, metric="validation_loss/books", **PATIENT),
+        evaluated(OFTEN, metric="validation_loss/books", sets={"books": "a.jsonl"}, **PATIENT),
+        "use a name of evaluation.sets or data.sources",
+    ),
     "evaluation-metric": case(
         evaluated(OFTEN, metric="accuracy"), evaluated(OFTEN, metric="accuracy", **PATIENT), "nothing is judged by it"
     ),
