@@ -175,6 +175,32 @@ def test_wrong_checkpoints_are_refused_with_their_names(world_pool: WorldPool, t
         assert "none.pt_" in none and "evil.pt cannot be read" in evil
 
 
+def _without_state(directory: str, config: dict[str, Any]) -> list[list[float]]:
+    """Losses behind the same checkpoint: with all of it, without sharded state, and without an optimizer's."""
+    first, *rest = batches()
+    losses = []
+    try:
+        model, optimizer, train = _start(config)
+        train(first)
+        smp.save_checkpoint(directory, tag="one", model=model, optimizer=optimizer)
+        for left_out in ({}, {"load_sharded_optimizer_state": False}, {"load_optimizer": False}):
+            model, optimizer, train = _start(config)
+            smp.resume_from_checkpoint(directory, **left_out)
+            losses.append([train(ids) for ids in rest])
+        return losses
+    finally:
+        smp.state.reset()
+
+
+def test_sharded_state_can_be_left_out(world_pool: WorldPool, tmp_path: Path) -> None:
+    sharded = {"sharded_data_parallel_degree": 2, "ddp": True}
+    for whole, without_sharded, without_any in world_pool.run(2, _without_state, str(tmp_path / "sharded"), sharded):
+        assert whole[0] == without_any[0] and whole[1] != without_any[1]
+        assert without_sharded == without_any
+    for whole, without_sharded, without_any in world_pool.run(1, _without_state, str(tmp_path / "whole"), {}):
+        assert without_sharded == whole and whole[1] != without_any[1]
+
+
 def _groups(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str, list[str]]:
     """Save a sharded model of two groups; its weights, those put together from the files, and later refusals."""
     try:
