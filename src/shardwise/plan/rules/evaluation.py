@@ -11,7 +11,7 @@ def _decides_nothing(d: Draft) -> bool:
 
 
 def _names_no_set(d: Draft) -> bool:
-    """Whether the metric is that of a set that the job does not have; callbacks name theirs otherwise."""
+    """Return whether the metric is that of a set that the job lacks; callbacks name theirs otherwise."""
     kind, of_a_set, name = d.job.evaluation.metric.partition("/")
     known = [*d.job.evaluation.sets, *(source.label for source in d.data.sources)]
     known += ["ema"] * (d.training.ema_decay is not None)
