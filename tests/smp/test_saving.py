@@ -335,6 +335,27 @@ def test_an_optimizer_of_the_scripts_own_goes_on_with_what_it_keeps(
         assert resumed == straight and scale == 64.0
 
 
+def test_an_optimizer_that_is_not_distributed_is_not_forgotten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        model, optimizer, train = _start({})
+        train(batches()[0])
+        smp.save_checkpoint(tmp_path, "one", model=model, optimizer=optimizer)
+        smp.state.reset()
+        smp.init({})
+        other: Any = smp.DistributedModel(make_model("gpt2"))
+        plain = torch.optim.AdamW(other.parameters())
+        smp.resume_from_checkpoint(tmp_path)
+        assert "has made no smp.DistributedOptimizer yet" in capsys.readouterr().err
+        smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
+        assert "DistributedOptimizer" not in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match="got AdamW, of which no smp"):
+            smp.save_checkpoint(tmp_path, "two", model=other, optimizer=plain)
+    finally:
+        smp.state.reset()
+
+
 def _own_mistakes(directory: str) -> list[str]:
     class Bare:
         def __init__(self, optimizer: Any) -> None:

@@ -98,7 +98,8 @@ def save_checkpoint(
         num_kept_partial_checkpoints: remove older partial ones.
 
     Raises:
-        CheckpointError: the optimizer is an object of the script's own that does not save what it keeps.
+        CheckpointError: the optimizer is not distributed, or an object of the script's own that does not save what it
+            keeps.
     """
     directory, model, bound = Path(path), model or state.model, _binding(optimizer)
     if partial and bound is not None and isinstance(bound.public, OwnOptimizer):
@@ -259,8 +260,13 @@ def _load_parts(folder: Path, strict: bool, with_optimizer: bool) -> None:
         file = folder / f"optimizer{_ranks(False)}.pt"
         optimizer = read_safely(file) if file.exists() else None
     model.load_state_dict(weights, strict=strict)
-    if with_optimizer and bound is not None and optimizer is not None:
-        bound.load(optimizer)
+    if with_optimizer and optimizer is not None:
+        if bound is not None:
+            bound.load(optimizer)
+        elif _leads():
+            print(f"note: {folder} holds an optimizer's state, which is not loaded: the script has made no "
+                  "smp.DistributedOptimizer yet. Make it before this call, or pass load_optimizer=False.",
+                  file=sys.stderr)  # fmt: skip
 
 
 def _degrees() -> dict[str, int]:
@@ -272,7 +278,14 @@ def _degrees() -> dict[str, int]:
 def _binding(optimizer: Any) -> OptimizerBinding | None:
     if isinstance(optimizer, ParameterNumbers):
         return optimizer._smp
-    return state.optimizer if isinstance(state.optimizer, OptimizerBinding) else None
+    if isinstance(state.optimizer, OptimizerBinding):
+        return state.optimizer
+    if optimizer is not None:
+        raise CheckpointError(
+            f"smp.save_checkpoint got {type(optimizer).__name__}, of which no smp.DistributedOptimizer was made: its "
+            "state would be lost; wrap it before the first step"
+        )
+    return None
 
 
 def _user_content(content: Any, bound: OptimizerBinding | None) -> Any:
