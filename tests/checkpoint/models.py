@@ -6,11 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.model.discover import find_ties
 from tests.model import toys
+from tests.parity.jobs import Regression
+
+
+class Phases(Regression):
+    """Regression, with persistent buffers of complex numbers and of bare 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phases", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("places", torch.arange(65_530, 65_533).to(torch.uint16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x)
+        return output + torch.view_as_real(self.phases * self.places.to(torch.int64)).sum().to(output.dtype) * 1e-6
 
 
 def make_model(model_type: str, **config: Any) -> PreTrainedModel:

@@ -25,7 +25,7 @@ from shardwise.training.session import TrainingResult
 from shardwise.training.setup import set_up
 from shardwise.training.trainer import train_rank
 from tests.checkpoint.stored import stored
-from tests.parity.jobs import make_job
+from tests.parity.jobs import make_job, make_module_job
 
 STEPS = 6
 QUIET = {"tensorboard": False, "sample": False}
@@ -100,6 +100,19 @@ def test_same_layout_bit_for_bit(world_pool: WorldPool, corpora: Path, tmp_path:
     assert losses(job) == undisturbed
     assert (again.validation_loss, again.tokens, again.skipped) == (whole.validation_loss, whole.tokens, whole.skipped)
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == weights
+
+
+def test_buffers_of_any_dtype_are_kept(world_pool: WorldPool, tmp_path: Path) -> None:
+    sections = {"model": {"factory": "tests.checkpoint.models:Phases"}, "checkpoint": {"every": 2, "keep_last": 2}}
+    job = make_module_job(tmp_path, observe=QUIET, **sections).model_copy(update={"output": str(tmp_path / "run")})
+    world_pool.run(2, train, job)
+    undisturbed = losses(job)
+    kept = stored(tmp_path / "run/checkpoints/step-00000002")
+    assert torch.equal(kept["buffer/phases"], torch.polar(torch.ones(3), torch.arange(3.0)))
+    assert kept["buffer/places"].tolist() == [65_530, 65_531, 65_532]
+    cut(job, 2)
+    world_pool.run(1, train, resumed(job))
+    assert losses(job) == pytest.approx(undisturbed, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -613,6 +613,24 @@ class ComplexParameters(Stack):
     block = FourierResidual
 
 
+class RotatedResidual(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.arange(WIDTH // 2)
+        self.register_buffer("rotation", torch.polar(torch.ones(WIDTH // 2), angles.float()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        rotated = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous()) * self.rotation
+        return super().forward(x) + torch.view_as_real(rotated).flatten(-2).to(x.dtype)
+
+
+class ComplexBuffers(Stack):
+    """Rotations by complex numbers, as in the reference code of Llama."""
+
+    block = RotatedResidual
+
+
 class ScaledParameter(Residual):
     def __init__(self) -> None:
         super().__init__()

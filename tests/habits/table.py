@@ -275,6 +275,7 @@ HABITS: tuple[Habit, ...] = (
         quick=(ONE,),
         exact=1e-8,  # and one rounded the other way is part of the norm by which all are clipped: 1.2e-9 with AVX2
     ),
+    Habit("ComplexBuffers", "complex buffers"),
     Habit("ParameterAttributes", "attributes that are set on parameters", quick=(STAGES,)),
     Habit(
         "SubclassedParameters",

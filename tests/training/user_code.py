@@ -11,7 +11,7 @@ from shardwise.observe.callback import Callback
 
 
 class CountsInGroup(torch.optim.Optimizer):
-    """Momentum in bf16, whose steps grow with a number of the group."""
+    """Momentum in bf16, whose steps grow with a number of the group, and halve by turns with one of the parameter."""
 
     elementwise = True
 
@@ -28,7 +28,10 @@ class CountsInGroup(torch.optim.Optimizer):
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
                 momentum.mul_(group["momentum"]).add_(parameter.grad.to(torch.bfloat16))
-                parameter.sub_(group["lr"] * group["count"] * momentum.to(parameter.dtype))
+                factor = (1.0, 0.5)[state.setdefault("taken", 0) % 2]
+                assert state.setdefault("is_new", True) is (state["taken"] == 0)
+                state["taken"], state["is_new"] = state["taken"] + 1, False
+                parameter.sub_(factor * group["lr"] * group["count"] * momentum.to(parameter.dtype))
 
 
 class Calls(Callback):

@@ -62,3 +62,14 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 def load_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Return the hooks that run when a state dict was loaded, by key; removing one here removes it from the module."""
     return module._load_state_dict_post_hooks
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to a state dict, once each."""
+    counted: set[int] = set()
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if not is_persistent(part, name) or id(buffer) in counted:
+                continue
+            counted.add(id(buffer))
+            yield f"{prefix}.{name}".lstrip("."), buffer

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
+from shardwise._torch_compat.modules import persistent_buffers
 from shardwise.checkpoint.adapters import by_every_name, hash_weights, write_adapter
 from shardwise.checkpoint.bar import byte_bar
 from shardwise.checkpoint.catalog import find, read_manifest
 from shardwise.checkpoint.manifest import AVERAGE, AdapterRecord, Manifest
 from shardwise.checkpoint.merging import merged
 from shardwise.checkpoint.reading import HuggingFaceWeights
-from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.whole import WholeTensors
 from shardwise.checkpoint.writing import (
     DEFAULT_SHARD_BYTES,

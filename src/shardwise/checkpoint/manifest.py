@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.model.facts import LayerAdapter
+from shardwise.model.stored_dtypes import TORCH_DTYPES
 from shardwise.words import listed
 
 FILE = "manifest.json"
@@ -28,13 +29,13 @@ FORMAT: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
 VERSION = 4
 BLOCK_BYTES = 1 << 22  # files are hashed in blocks of this size, so that a slice can be checked without its whole file
 OLDER = "; use an older checkpoint"
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 
 AVERAGE = "ema/"  # what the names of averaged weights begin with
 
 SEAL_BYTES = len(b'{"hash":"",') + 32
 
-NUMBER = "number"  # dtype of a plain Python number
+PYTHON_NUMBERS: dict[str, type[float]] = {"number": float, "int": int, "bool": bool}  # "dtypes" of plain numbers
 SECTIONS = {"model", "parallel", "memory", "precision", "training", "optimizer", "world", "degrees", "dtypes"}  # read
 
 Size = Annotated[int, Field(ge=0, lt=1 << 63)]  # what torch takes as a size
@@ -51,7 +52,7 @@ def _plain_name(name: str) -> str:
 
 
 def _dtype_of_a_number(name: str) -> str:
-    if name != NUMBER and name not in ITEM_BYTES:
+    if name not in PYTHON_NUMBERS and name not in ITEM_BYTES:
         raise ValueError(f"unknown dtype {name!r}")
     return name
 

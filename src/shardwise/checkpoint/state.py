@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat import accelerator
-from shardwise._torch_compat.modules import is_persistent
-from shardwise.checkpoint.manifest import AVERAGE, NUMBER, TensorRecord
-from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
+from shardwise._torch_compat.modules import persistent_buffers
+from shardwise.checkpoint.manifest import AVERAGE, PYTHON_NUMBERS, TensorRecord
+from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis
 from shardwise.job.objects import is_reference
+from shardwise.model.stored_dtypes import STORED_DTYPES, TORCH_DTYPES
 from shardwise.parallel.logical_state import KeepsForms, StateForm
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.tensor_map import ParameterEntry, Region
@@ -76,8 +77,7 @@ def snapshot(model: ParallelModel, optimizer: Optimizer, copies: bool = False) -
             chunks += _chunks(AVERAGE.rstrip("/"), entry, averages[entry.name])
         for key, value in (*states.get(entry.name, {}).items(), *of_groups.get(entry.name, {}).items()):
             if is_scalar(value):
-                dtype = DTYPES[value.dtype] if isinstance(value, Tensor) else NUMBER
-                scalars.setdefault(entry.name, {})[key] = (float(value), dtype)
+                scalars.setdefault(entry.name, {})[key] = (float(value), _kind_of_number(value))
             elif key in forms[entry.name]:
                 form = forms[entry.name][key]
                 regions = form.regions if copies else form.owned
@@ -163,7 +163,7 @@ def load_optimizer(optimizer: Optimizer, states: dict[str, dict[str, Tensor]], s
             of_local = scalars.get(name, {})
             numbers = {key: _scalar(*value) for key, value in of_local.items() if not key.startswith(OF_GROUP)}
             of_group = {key.removeprefix(OF_GROUP): value for key, value in of_local.items() if key not in numbers}
-            group.update({key: _whole_number(_scalar(*value)) for key, value in of_group.items()})
+            group.update({key: _scalar(*value) for key, value in of_group.items()})
             if on_device:
                 numbers = {k: v.to(local.device) if isinstance(v, Tensor) else v for k, v in numbers.items()}
             if name in states or numbers:
@@ -205,17 +205,6 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that belong to a state dict, once each."""
-    counted: set[int] = set()
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-            if not is_persistent(part, name) or id(buffer) in counted:
-                continue
-            counted.add(id(buffer))
-            yield f"{prefix}.{name}".lstrip("."), buffer
-
-
 def _group_numbers(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Return what groups have gained beside the arguments of their optimizer, such as a step, by parameter."""
     names = {id(local): entry.name for entry, local in optimizer.locals}
@@ -228,13 +217,17 @@ def _group_numbers(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     return numbers
 
 
-def _whole_number(value: float | Tensor) -> float | Tensor:
-    """Return a number of a group as a whole one where it is: a step may be an exponent or count something."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _kind_of_number(value: float | Tensor) -> str:
+    """Return a number's dtype, or its class in Python: a step may be an exponent, or count something."""
+    if isinstance(value, Tensor):
+        return STORED_DTYPES[value.dtype]
+    return next(name for name, kind in reversed(PYTHON_NUMBERS.items()) if isinstance(value, kind))
 
 
 def _scalar(value: float, dtype: str) -> float | Tensor:
-    return value if dtype == NUMBER else torch.tensor(value, dtype=TORCH_DTYPES[dtype])
+    if dtype in PYTHON_NUMBERS:
+        return PYTHON_NUMBERS[dtype](value)
+    return torch.tensor(value, dtype=TORCH_DTYPES[dtype])
 
 
 def _held(model: ParallelModel) -> list[tuple[ParameterEntry, Tensor]]:

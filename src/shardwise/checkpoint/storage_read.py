@@ -28,8 +28,9 @@ from torch.futures import Future
 from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import Manifest, Slice
 from shardwise.checkpoint.stores import ReadableStore
-from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES, TensorChunk
+from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.errors import DamagedError
+from shardwise.model.stored_dtypes import TORCH_DTYPES
 
 READ_BYTES = 1 << 26  # most of a slice that is in memory at once when it cannot be read straight to its place
 

@@ -21,8 +21,9 @@ from torch.futures import Future
 from shardwise.checkpoint.manifest import BLOCK_BYTES, FILE, FileRecord, Manifest, Slice, TensorRecord
 from shardwise.checkpoint.staging import Source
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.tensor_chunk import DTYPES, TensorChunk
+from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.errors import CheckpointError
+from shardwise.model.stored_dtypes import STORED_DTYPES
 from shardwise.words import listed
 
 Place = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
@@ -100,7 +101,7 @@ def _ending_in(ending: str, file: str) -> str:
 def places_of(chunks: Sequence[TensorChunk], first: int) -> list[Place]:
     """Return what the manifest says of each: name, dtype, global shape, offset, own shape, first byte in the file."""
     return [
-        (chunk.name, DTYPES[chunk.tensor.dtype], chunk.shape, chunk.offset, tuple(chunk.tensor.shape), start)
+        (chunk.name, STORED_DTYPES[chunk.tensor.dtype], chunk.shape, chunk.offset, tuple(chunk.tensor.shape), start)
         for chunk, start in zip(chunks, _positions(chunks, first), strict=True)
     ]
 
@@ -190,7 +191,7 @@ def safetensors_header(chunks: Sequence[TensorChunk]) -> bytes:
     for chunk, start in zip(chunks, _positions(chunks, 0), strict=True):
         place = ",".join(str(offset) for offset in chunk.offset)
         entries[f"{chunk.name}@{place}"] = {
-            "dtype": DTYPES[chunk.tensor.dtype],
+            "dtype": STORED_DTYPES[chunk.tensor.dtype],
             "shape": list(chunk.tensor.shape),
             "data_offsets": [start, start + chunk.bytes],
         }

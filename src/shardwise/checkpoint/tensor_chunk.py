@@ -1,4 +1,4 @@
-"""A box of a logical tensor on one rank, which is what is saved and loaded; and the names of dtypes."""
+"""A box of a logical tensor on one rank, which is what is saved and loaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import ChunkStorageMetadata
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES
 from shardwise.errors import ModelError
+from shardwise.model.stored_dtypes import TORCH_DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -12,9 +12,10 @@ from shardwise.checkpoint.checked_file import CheckedFile
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.storage_read import metadata_of, read_box, read_items
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.tensor_chunk import TORCH_DTYPES, TensorChunk
+from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.job.optimizer_records import Average
 from shardwise.job.optimizers import average_of
+from shardwise.model.stored_dtypes import TORCH_DTYPES
 from shardwise.parallel.logical_state import averaged_weight
 
 OPEN_FILES = 32  # each holds a block; tensors lie in their files in one order, so a block is read about once

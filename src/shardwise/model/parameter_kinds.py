@@ -12,9 +12,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from shardwise._torch_compat.modules import hook_tables
+from shardwise._torch_compat.modules import hook_tables, persistent_buffers
 from shardwise._torch_compat.writes import storage_key
 from shardwise.model.containers import module_attributes, walk
+from shardwise.model.stored_dtypes import STORED_DTYPES
 
 DECLARED_CLASS = (
     "declared_class"  # attribute of a parameter on the meta device: the class that it had, if one of its own
@@ -37,6 +38,7 @@ class ParameterKinds:
         listed: attributes of modules that keep parameters beside those that are registered, in lists or functions.
         derived: attributes of modules that keep tensors made from parameters.
         overlapping: pairs of two parameters, or of a parameter and a buffer, in one memory.
+        unstored: (parameter or persistent buffer, name of its dtype), where that is none that a checkpoint holds.
     """
 
     complex: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ class ParameterKinds:
     listed: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     overlapping: tuple[tuple[str, str], ...] = ()
+    unstored: tuple[tuple[str, str], ...] = ()
 
 
 def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
@@ -62,8 +65,15 @@ def find_parameter_kinds(model: nn.Module) -> ParameterKinds:
         sparse=tuple(name for name, embedding in embeddings if embedding.sparse),
         bounded=tuple(name for name, embedding in embeddings if embedding.max_norm is not None),
         subclassed=tuple(name for name, parameter in model.named_parameters() if hasattr(parameter, DECLARED_CLASS)),
+        unstored=tuple(_unstored(model)),
         **({} if isinstance(model, PreTrainedModel) else _kept_beside(model)),
     )
+
+
+def _unstored(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        if not is_lazy(tensor) and tensor.dtype not in STORED_DTYPES:
+            yield name, str(tensor.dtype).removeprefix("torch.")
 
 
 def _kept_beside(model: nn.Module) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class Oracle:
     averages: dict[str, Tensor] = field(default_factory=dict, init=False)  # of trained weights (EMA)
 
     def __post_init__(self) -> None:
-        self.model = adapt(_build(self.job, self.eager), adapter_settings(self.job.adapter)).to(self.master)
+        self.model = _wide(adapt(_build(self.job, self.eager), adapter_settings(self.job.adapter)), self.master)
         self._widens = needs_fp32_weights(self.model)
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -216,7 +216,7 @@ class Oracle:
     @torch.no_grad()
     def _reference(self) -> nn.Module:
         """Return the model with which a preference loss compares: untouched, with the weights of the start."""
-        model = _build(self.job, self.eager).to(self.master)
+        model = _wide(_build(self.job, self.eager), self.master)
         for name, parameter in model.named_parameters():
             parameter.copy_(self.weights[name]).requires_grad_(False)
             parameter.data = parameter.data.to(self.compute)
@@ -649,6 +649,20 @@ def _whole_alibi(model: nn.Module) -> Iterator[None]:
     finally:
         for file, make in own.items():
             setattr(file, ALIBI, make)
+
+
+def _wide(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert `model` to the real `dtype`, but for complex buffers, of which that would leave the real parts."""
+    complex_buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.is_complex()
+    ]
+    model.to(dtype)
+    for module, name, buffer in complex_buffers:
+        setattr(module, name, buffer)
+    return model
 
 
 def _build(job: Job, eager: bool) -> nn.Module:

@@ -154,7 +154,7 @@ def _of_rank_0(value: Tensor, device: torch.device) -> Tensor:
     """Return rank 0's value, in memory of its own. Collective."""
     whole = value.detach().clone(memory_format=torch.contiguous_format).to(device)
     if dist.get_world_size() > 1:
-        dist.broadcast(whole, 0)
+        dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # backends do not know every dtype
     return whole
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise._torch_compat import accelerator
+from shardwise._torch_compat.modules import persistent_buffers
 from shardwise.checkpoint.reading import HuggingFaceWeights
-from shardwise.checkpoint.state import persistent_buffers
 from shardwise.checkpoint.weight_files import WeightFile, open_weight_files
 from shardwise.errors import ModelError, require_type
 from shardwise.job.objects import user_code

@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shardwise._torch_compat.modules import persistent_buffers
 from shardwise.cache import cache_root
 from shardwise.checkpoint.adapters import hash_tensors
-from shardwise.checkpoint.state import persistent_buffers
 from shardwise.collectives.names import CollectiveName
 from shardwise.data.batch import moved
 from shardwise.data.loader import EVALUATION, Stream

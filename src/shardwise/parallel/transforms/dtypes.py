@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ class ParameterDtypes(Transform):
 
 
 def convert(model: nn.Module, plan: Plan) -> None:
-    """Convert parameters and buffers, except buffers that are in the compute dtype already.
+    """Convert parameters and buffers, except buffers that are in the compute dtype already, and complex tensors.
 
     A module that its author has halved computes with halves of its buffers too; wider ones would widen activations.
     Buffers that an initializer will fill keep a dtype of 16 bits: its rounding is part of the model (RecurrentGemma).
@@ -40,13 +42,14 @@ def convert(model: nn.Module, plan: Plan) -> None:
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if buffer.dtype == compute or (buffer.is_meta and buffer.dtype in HALVES)
+        if buffer.is_complex() or buffer.dtype == compute or (buffer.is_meta and buffer.dtype in HALVES)
     ]
-    complex_parameters = [parameter for parameter in model.parameters() if parameter.is_complex()]
-    declared = [parameter.data for parameter in complex_parameters]
-    model.to(torch_dtype(plan.dtypes.parameters))
-    for parameter, values in zip(complex_parameters, declared, strict=True):
-        parameter.data = values  # `to` would have left the real parts
+    complex_parameters = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_complex()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Complex modules are a new feature|Casting complex values to real")
+        model.to(torch_dtype(plan.dtypes.parameters))
+    for parameter, values in complex_parameters:  # of which `to` has left the real parts
+        parameter.data = values
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # FSDP2 takes no other
     for module, name, buffer in kept:

@@ -178,6 +178,10 @@ RULES: tuple[Rule, ...] = (
          fix="keep real and imaginary parts in a real parameter (torch.view_as_complex in forward), or use one worker, "
          "precision.compute fp32 or fp64 and no offload_parameters",
          because=lambda d: f"{d.facts.parameter_kinds.complex[0]} of {d.facts.definition} is complex"),
+    Rule("stored-dtypes", ("model.factory",), "a checkpoint holds tensors of safetensors' dtypes, none in float8",
+         lambda d: d.facts.parameter_kinds.unstored,
+         fix="use another dtype, or persistent=False for a buffer that the constructor makes",
+         because=lambda d: "{0} of {2} is of {1}".format(*d.facts.parameter_kinds.unstored[0], d.facts.definition)),
     Rule("sparse-gradients", ("model.factory",),
          "optimizers, the gradient norm and reductions take dense gradients",
          lambda d: d.facts.parameter_kinds.sparse and (model_from_factory(d) or _sums_gradients(d)),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise._torch_compat.modules import load_hooks
-from shardwise.checkpoint.state import persistent_buffers
+from shardwise._torch_compat.modules import load_hooks, persistent_buffers
 from shardwise.parallel.model import ParallelModel
 
 HOST = torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.checkpoint.state import persistent_buffers
+from shardwise._torch_compat.modules import persistent_buffers
 from shardwise.collectives.names import CollectiveName
 from shardwise.errors import CheckpointError
 from shardwise.job.axes import Axis, one_copy_axes

@@ -20,9 +20,10 @@ from shardwise.checkpoint.manifest import Slice, TensorRecord
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.state import Snapshot, load_optimizer, model_chunks, optimizer_chunks, snapshot
 from shardwise.checkpoint.storage_read import ChunkLoadPlanner, metadata_of, read_box
-from shardwise.checkpoint.tensor_chunk import DTYPES, TORCH_DTYPES, TensorChunk
+from shardwise.checkpoint.tensor_chunk import TensorChunk
 from shardwise.job.devices import copies_aside
 from shardwise.model.facts import ModelFacts
+from shardwise.model.stored_dtypes import STORED_DTYPES, TORCH_DTYPES
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
@@ -182,4 +183,4 @@ def _records(chunks: Sequence[TensorChunk]) -> Iterator[tuple[str, TensorRecord]
     """Yield each tensor as if one file held it whole."""
     for chunk in chunks:
         whole = Slice(file="blank", start=0, offset=[0] * len(chunk.shape), shape=list(chunk.shape))
-        yield chunk.name, TensorRecord(dtype=DTYPES[chunk.tensor.dtype], shape=list(chunk.shape), slices=[whole])
+        yield chunk.name, TensorRecord(dtype=STORED_DTYPES[chunk.tensor.dtype], shape=list(chunk.shape), slices=[whole])

@@ -119,6 +119,10 @@ CASES = {
     "complex-parameters": case(
         {}, {}, "phase of Net (net.py:3) is complex", CPU4, with_kinds(complex=("phase",)), FACTS
     ),
+    "stored-dtypes": case(
+        FACTORY, FACTORY, "phase of Net (net.py:3) is of complex128", CPU4,
+        with_kinds(unstored=(("phase", "complex128"),)), FACTS,
+    ),
     "sparse-gradients": case(
         FACTORY, FACTORY, "table of Net (net.py:3) has sparse gradients", CPU4, with_kinds(sparse=("table",)), FACTS
     ),
