@@ -38,7 +38,10 @@ def job(**observe: Any) -> Job:
 
 def test_scalars_are_named_by_section_and_finite() -> None:
     assert dict(scalars(RECORD)) == NAMED
-    assert dict(scalars({"step": 3, "validation_loss": 2.0})) == {"validation/loss": 2.0}
+    evaluated = {"step": 3, "validation_loss": 2.0, "validation_accuracy": 0.5, "passes/web": 0.25}
+    assert dict(scalars(evaluated)) == {
+        "validation/loss": 2.0, "validation/accuracy": 0.5, "train/passes/web": 0.25,
+    }  # fmt: skip
     of_sets = {"step": 3, "exact_match": 0.5, "validation_loss/books": 2.5, "exact_match/books": 0.25, "samples": []}
     assert dict(scalars(of_sets)) == {
         "validation/exact_match": 0.5, "validation/books/loss": 2.5, "validation/books/exact_match": 0.25,

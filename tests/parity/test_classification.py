@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -17,13 +18,15 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from shardwise.checkpoint.export import export_checkpoint
 from shardwise.data.order import order
-from shardwise.errors import ModelError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.testing.world import WorldError, WorldPool
 from shardwise.training.objectives.classification import accuracy_and_f1
 from shardwise.training.session import Session
+from shardwise.training.setup import study
 from tests.parity.jobs import check_agrees
 
 LENGTH, CLASSES, PAD = 12, 3, 0
@@ -218,6 +221,35 @@ def test_a_head_is_put_on_a_language_model(world_pool: WorldPool, tmp_path: Path
     stored = base.state_dict()
     assert all(torch.equal(tensor, stored[name].double()) for name, tensor in before.items() if name != "score.weight")
     assert before["score.weight"].std() > 0
+
+
+def trained_and_saved(job: Job) -> dict[str, Tensor]:
+    with Session(job, device=torch.device("cpu")) as session:
+        for batches in session.batches():
+            session.step(batches)
+        session.save(wait=True)
+        return {name: tensor.clone() for name, tensor in session.model.whole_tensors()}
+
+
+def test_adapters_train_and_keep_a_head_that_is_drawn(world_pool: WorldPool, tmp_path: Path) -> None:
+    class_job("llama", "sequence_classification", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[values.pop("model_type")](**values)).save_pretrained(
+        tmp_path / "base"
+    )
+    sections: dict[str, Any] = {
+        "model": {"path": str(tmp_path / "base"), "config": None},
+        "checkpoint": {"directory": str(tmp_path / "kept")}, "adapter": {"kind": "lora"},
+    }  # fmt: skip
+    job = class_job("llama", "sequence_classification", tmp_path, **sections)
+    with pytest.raises(ConfigError, match=r"score\.weight is drawn anew.*set it to \['score'\]"):
+        study(job)
+    sections["adapter"] = {"kind": "lora", "modules_to_save": ["score"]}
+    job = class_job("llama", "sequence_classification", tmp_path, **sections)
+    weights = world_pool.run(1, trained_and_saved, job)[0]
+    exported = export_checkpoint(next((tmp_path / "kept").glob("step-*")), tmp_path / "whole", merge=True)
+    score = load_file(exported / "model.safetensors")["score.weight"]
+    assert torch.equal(score.double(), weights["score.weight"].to(score.dtype).double())
 
 
 @pytest.mark.sampled(1)

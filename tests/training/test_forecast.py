@@ -78,7 +78,7 @@ def test_running_out_of_memory_names_causes_and_remedies(world_pool: WorldPool, 
 def test_the_comparison_is_of_the_median_without_the_first_step() -> None:
     forecast = Forecast.__new__(Forecast)
     forecast.__init__(memory=mock.Mock(total=900.0), seconds=2.0, interval=(1.0, 3.0), resident=100)  # type: ignore[misc]
-    made = [forecast.watch({"step": n, "seconds": 50.0 if n == 1 else 1.0, "peak_memory_bytes": [7, 800]}, 1)
+    made = [forecast.watch({"step": n, "seconds": 50.0 if n == 1 else 1.0, "peak_memory_bytes": [None, 7, 800]})
             for n in range(1, WATCHED + 2)]  # fmt: skip
     assert [each is not None for each in made].index(True) == WATCHED - 1 and made.count(None) == WATCHED
     record = made[WATCHED - 1]

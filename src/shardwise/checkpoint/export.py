@@ -292,9 +292,16 @@ def open_base(manifest: Manifest, trust_remote_code: bool) -> tuple[HuggingFaceW
         )
     model, weights = build_model(job), HuggingFaceWeights(str(job.model.path))
     ties = [(first, *others) for first, others in manifest.ties.items()]
+    kept = {key.partition("/")[2] for key in _of_kind("model/", manifest)}  # a head that was drawn is nowhere else
     names = [name for name, _ in model.named_parameters()]
     prefix = getattr(model, "base_model_prefix", "")
-    resolved = weights.resolve(names, base_model_prefix=prefix, ties=ties, model=model)
+    resolved = weights.resolve(
+        [name for name in names if name not in kept],
+        optional=[name for name in names if name in kept],
+        base_model_prefix=prefix,
+        ties=ties,
+        model=model,
+    )
     if job.data.added_tokens:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         weights.grow(resolved, shapes, load_config(job).get_text_config().vocab_size, job.training.seed)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.planner.search.search import Candidate, Changes, SearchQuestion, SearchResult
 
 PRESET_POSITIONS = 2048  # tokens in a sequence of a preset, where the job does not say
+TOP, LIMIT = 8, 10_000  # layouts that are shown, combinations that are looked at
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -33,10 +34,8 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=_amount, metavar="N", help="tokens to train on (300B): days and cost of them")
     parser.add_argument("--price", type=_amount, metavar="USD", help="dollars an hour of one accelerator, for the cost")
-    parser.add_argument("--top", type=whole_number, default=8, metavar="N", help="layouts to show (default: 8)")
-    parser.add_argument(
-        "--limit", type=whole_number, default=10_000, metavar="N", help="combinations to look at (default: 10000)"
-    )
+    parser.add_argument("--top", type=whole_number, metavar="N", help=f"layouts to show (default: {TOP})")
+    parser.add_argument("--limit", type=whole_number, metavar="N", help=f"combinations to look at (default: {LIMIT})")
     parser.add_argument(
         "--explain",
         metavar="WHICH",
@@ -64,15 +63,15 @@ def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     from shardwise.planner.search.explain import Budget
     from shardwise.planner.search.search import search
 
-    result = search(question, options.limit)
-    budget = Budget(options.tokens, options.price)
+    result = search(question, options.limit or LIMIT)
+    budget, top = Budget(options.tokens, options.price), options.top or TOP
     if result.best is None:
         raise CapacityError(_too_large(result))
     asked = result.best if options.explain is None else _asked(result, options.explain)
     if options.json:
-        print(json.dumps(_as_json(result, asked, budget, options.top, notes), indent=1))
+        print(json.dumps(_as_json(result, asked, budget, top, notes), indent=1))
     else:
-        _print(result, asked, budget, options.top, notes)
+        _print(result, asked, budget, top, notes)
     if options.html:
         from shardwise.observe.plan_page import write_page
 
@@ -87,7 +86,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--rank={options.rank} does nothing without --trace; give both")
     if options.timeline is not None and (options.rank is not None or not options.trace):
         raise ConfigError(f"--timeline={options.timeline} needs --trace of all ranks; leave --rank out")
-    for name in ("tokens", "price", "explain", "html", "write"):
+    for name in ("tokens", "price", "explain", "html", "write", "top", "limit"):
         if options.trace and getattr(options, name) is not None:
             raise ConfigError(f"--{name} does nothing with --trace, which traces the job as it is; leave one out")
     if options.explain is not None:
@@ -257,7 +256,9 @@ def _check_explain(text: str) -> None:
 def _wanted(text: str) -> Changes:
     """`tensor_parallel_degree=8,memory.checkpoint_every=2` as dotted keys and values."""
     from shardwise.job.keys import leaf_keys
-    from shardwise.job.sources import read_value
+    from shardwise.job.recipes.translation import nested
+    from shardwise.job.sources import read_value, validate
+    from shardwise.plan.draft import lookup
 
     known = {
         key.rpartition(".")[2]: key for key in leaf_keys() if key.startswith(("parallel.", "memory.", "training."))
@@ -271,7 +272,8 @@ def _wanted(text: str) -> Changes:
         if key is None or (name != key and "." in name):
             raise ConfigError(f"--explain={text!r}: unknown key {name}.{nearest(name, known)}")
         wanted[key] = read_value(key, value)
-    return wanted
+    job = validate(nested(wanted))
+    return {key: lookup(job, key) for key in wanted}
 
 
 def job_file(candidate: Candidate, result: SearchResult) -> str:

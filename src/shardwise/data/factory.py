@@ -3,7 +3,7 @@
 The last `validation_fraction` of the samples (at least one) is kept for validation. The key `labels` goes to
 `Batch.labels`, the others are keyword arguments of the model. A data set may have an attribute `stacked`: the names of
 the tensors that become a dim more in a batch. Those of all others, such as patches of images, stand one behind the
-other.
+other. For causal language models of transformers labels stand at their own token, as there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shardwise.data.batch import Batch
+from shardwise.data.batch import IGNORED, Batch
 from shardwise.errors import DataError
 from shardwise.job.data_section import DataSection
 from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at, user_code
@@ -42,13 +42,15 @@ class Samples:
     count: int
     name: str  # for messages
     stacked: frozenset[str] | None = None  # tensors that become a dim more in a batch; None: all. Others are joined
+    labels_ahead: bool = False  # a batch has each label one position ahead of its token, where that is predicted
+    classes: tuple[int, int] | None = None  # number of the classes that labels are, and dims of a sample's labels
 
     def __len__(self) -> int:
         return self.count
 
     def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
         """Samples stacked on a new dim 0, those that are joined with padding behind them; the seed plays no part."""
-        samples = [self.sample(index) for index in indices]
+        samples = [self._with_labels(self.sample(index), index) for index in indices]
         for index, sample in zip(indices, samples, strict=True):
             self._check_alike(samples[0], sample, index)
         lengths = {key: [len(sample[key]) for sample in samples] for key in samples[0] if self._is_joined(key)}
@@ -61,6 +63,34 @@ class Samples:
         labels = stacked.pop("labels", None)
         rows = torch.tensor(counters, dtype=torch.int64)
         return Batch(inputs=stacked, labels=labels, rows=rows, lengths=lengths)
+
+    def _with_labels(self, sample: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+        """Return a sample with its labels as the job's loss takes them."""
+        labels = sample.get("labels")
+        if labels is None:
+            return sample
+        if self.labels_ahead:
+            labels = torch.cat([labels[1:], torch.full_like(labels[:1], IGNORED)])
+        if self.classes is not None:
+            labels = self._checked_classes(labels, index, *self.classes)
+        return {**sample, "labels": labels}
+
+    def _checked_classes(self, labels: Tensor, index: int, classes: int, dims: int) -> Tensor:
+        """Return classes as the loss takes them. Raises DataError where they are none."""
+        is_whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+        if not is_whole or labels.dim() != dims:
+            wanted = "one whole number" if dims == 0 else "a whole number for each token"
+            raise DataError(
+                f"{self.name}: sample {self.base + index} has labels of {labels.dtype} and shape {list(labels.shape)}, "
+                f"and the task takes {wanted}; return the number of a class"
+            )
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+        if wrong.numel():
+            raise DataError(
+                f"{self.name}: sample {self.base + index} has the class {int(wrong[0])}, and the model's are 0 to "
+                f"{classes - 1}; give model.labels a name for each, or {IGNORED} where nothing is counted"
+            )
+        return labels.to(torch.int64)
 
     def _is_joined(self, key: str) -> bool:
         return self.stacked is not None and key not in self.stacked

@@ -186,13 +186,26 @@ class PackedRows:
         return counts
 
     def answers(self, count: int) -> list[tuple[list[int], list[int]]]:
-        """Return (what stands before the first answer, the answer), token ids, of the first `count` rows."""
-        pairs = []
-        for row in self.rows[:count]:
-            ids, labels = self.row(int(row))
-            first = self.corpus.first_targets[int(row)]
-            untrained = np.flatnonzero(labels[first - 1 :] == IGNORED)
-            pairs.append((ids[:first].tolist(), ids[first : first + int(untrained[0])].tolist()))
+        """Return (what stands before the first answer, the answer), token ids, of the first `count` rows that hold it.
+
+        Raises:
+            DataError: no row does: all are cut ahead of their first answer's end.
+        """
+        lengths, pairs = _lengths(self.corpus), list[tuple[list[int], list[int]]]()
+        for row in map(int, self.rows):
+            ids, labels = self.row(row)
+            first = int(self.corpus.first_targets[row])
+            end = first + int(np.flatnonzero(labels[first - 1 :] == IGNORED)[0])
+            if end < len(ids) or len(ids) == lengths[row]:
+                pairs.append((ids[:first].tolist(), ids[first:end].tolist()))
+            if len(pairs) == count:
+                break
+        if not pairs:
+            raise DataError(
+                f"evaluation.answers={count}: each of {len(self.rows)} held-out rows is cut to "
+                f"data.sequence_length={self.sequence_length} ahead of its first answer's end; use longer sequences, "
+                "or leave evaluation.answers out"
+            )
         return pairs
 
     def prompt(self, length: int) -> list[int]:

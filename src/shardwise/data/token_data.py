@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,6 +72,13 @@ class TokenData:
     content_of_sets: str = ""
     reference_note: str = ""
     sources: tuple[SourceFacts, ...] = ()
+
+    def with_labels(self, ahead: bool, classes: tuple[int, int] | None) -> TokenData:
+        """Return the same samples of a factory, with labels as a job's loss takes them (`Samples`)."""
+        assert isinstance(self.train, Samples) and isinstance(self.validation, Samples)
+        splits = (self.train, self.validation)
+        train, validation = (replace(split, labels_ahead=ahead, classes=classes) for split in splits)
+        return replace(self, train=train, validation=validation)
 
     @property
     def streams(self) -> dict[str, StreamedTokens]:

@@ -107,12 +107,30 @@ def load_config(job: Job, key: str = "model.config") -> PreTrainedConfig:
     if section.labels:
         config.id2label = dict(enumerate(section.labels))
         config.label2id = {label: number for number, label in enumerate(section.labels)}
+    if TASKS[section.task].classifies:
+        _check_classes(config)
     grow_vocabulary(config, job)
     if job.precision.compute == "fp64" and config._experts_implementation is None:
         config._experts_implementation = LOOPED  # transformers' own choice, grouped products, does not compute in it
     if section.task == "causal_lm" and type(config) in MODEL_FOR_MASKED_LM_MAPPING and hasattr(config, "is_decoder"):
         config.is_decoder = True  # an encoder such as BERT would see the labels: its attention is not causal otherwise
     return config
+
+
+def _check_classes(config: PreTrainedConfig) -> None:
+    """Refuse heads that are no classifier of one class among several: the cross-entropy of one class is always 0."""
+    problem: Any = getattr(config, "problem_type", None)
+    if problem not in (None, "single_label_classification"):
+        raise ConfigError(
+            f"problem_type={problem!r} of the model's config: model.task trains one class of each sample or token; "
+            "leave it out, or bring the model as model.factory with a model.loss"
+        )
+    count: Any = config.num_labels
+    if isinstance(count, int) and count < 2:
+        raise ConfigError(
+            f"num_labels={count} of the model's config: two classes at least are told apart; give their "
+            "names as model.labels, or bring a model of one number as model.factory with a model.loss"
+        )
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------------

@@ -102,9 +102,9 @@ def _figures(run: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Figu
     result = _part(run, "result")
     steps = [record for record in records if "loss" in record]
     yield from _loss_figures(result, records, steps)
-    tokens, seconds = _number(result.get("tokens")), _number(result.get("seconds"))
-    if tokens:
-        yield Figure("Tokens", scaled(tokens), f"in {duration(seconds)}" if seconds else "")
+    tokens, seconds = _number(result.get("tokens")), sum(_number(record.get("seconds")) or 0.0 for record in steps)
+    if tokens:  # of all processes that have trained the run, as the steps are
+        yield Figure("Tokens", scaled(tokens), f"in {duration(seconds)} of steps" if seconds else "")
     rates = [record["tokens_per_second"] for record in steps[1:] if record.get("tokens_per_second")]
     if rates:
         yield Figure("Tokens a second", f"{median(rates):,.0f}", "median step, the first left out")

@@ -20,8 +20,6 @@ from shardwise.observe.metrics import Record, plain
 from shardwise.observe.output_disk import writing
 
 _SECTIONS = {
-    "validation_loss": "validation/loss",
-    "exact_match": "validation/exact_match",
     "tokens_per_second": "throughput/tokens_per_second",
     "tflops_per_rank": "throughput/tflops_per_rank",
     "smp_tflops_per_rank": "throughput/smp_tflops_per_rank",
@@ -122,7 +120,10 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 def _section_of(key: str) -> str:
     """Return the name of a scalar that has none of its own: `validation_loss/NAME` is `validation/NAME/loss`."""
     metric, _, name = key.partition("/")
-    return f"validation/{name}/{metric.removeprefix('validation_')}" if name else f"train/{key}"
+    if not metric.startswith(("validation_", "exact_match")):
+        return f"train/{key}"
+    label = metric.removeprefix("validation_")
+    return f"validation/{name}/{label}" if name else f"validation/{label}"
 
 
 class TensorBoardTracker(Tracker):

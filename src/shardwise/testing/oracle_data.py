@@ -16,11 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 
 NOT_COUNTED = -100
 KEPT = 1024  # samples that are kept, since a step is read several times
@@ -237,6 +239,8 @@ class FactorySource:
         size = min(len(self.samples), job.data.max_documents or len(self.samples))
         self.validation_size = max(1, int(size * job.data.validation_fraction))
         self.seed, self.size = job.training.seed, size - self.validation_size
+        own = job.model.factory is not None or job.model.loss is not None
+        self.shifts_labels = not own and TASKS[job.model.task].labels == "next"
 
     def form(self, counter: int) -> tuple[Any, ...]:
         """Return what samples of one forward have in common: the shapes of what is stacked."""
@@ -253,6 +257,8 @@ class FactorySource:
             join = torch.stack if self._is_stacked(key) else torch.cat
             tensors[key] = join([sample[key] for sample in chosen])
         labels = tensors.pop("labels", None)
+        if labels is not None and self.shifts_labels:  # transformers' labels stand at their own token
+            labels = F.pad(labels[:, 1:], (0, 1), value=NOT_COUNTED)
         return Rows(tensors, labels, list(counters))
 
     def _place(self, counter: int) -> int:

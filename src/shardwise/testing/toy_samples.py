@@ -78,10 +78,10 @@ def _with_image(row: Tensor, place: int, tokens: int) -> Tensor:
 
 
 def _tokens(ids: Tensor, decoded: Tensor, reads: Collection[str], ahead: int) -> dict[str, Tensor]:
-    """Return the tensors of a row's tokens that a model reads, and its labels: next tokens, but for those of images."""
+    """Return the tensors of a row that a model reads, and its labels: its tokens, but the first and those of images."""
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": decoded}
     tensors |= {name: (ids == IMAGE_TOKEN).long() for name in MARKS}
-    labels = torch.cat([torch.full((ahead,), -100), decoded[1:], torch.full((1,), -100)])
+    labels = torch.cat([torch.full((ahead + 1,), -100), decoded[1:]])
     return {name: tensors[name] for name in reads} | {"labels": labels.masked_fill(labels == IMAGE_TOKEN, -100)}
 
 

@@ -41,8 +41,8 @@ class Forecast:
     Attributes:
         seconds: of a step; None where there is nothing to predict from, and `reason` says what.
         interval: 80 % of steps are expected between.
-        memory: the closed form, on this rank's pipeline rank.
-        resident: bytes of this process besides, on a CPU.
+        memory: the closed form, on the fullest pipeline rank.
+        resident: bytes of a process besides, on a CPU.
     """
 
     memory: MemoryEstimate
@@ -56,7 +56,7 @@ class Forecast:
     def of(cls, assembled: AssembledJob) -> Forecast:
         """Return the forecast of a run whose model is built and has not trained yet."""
         plan, facts = assembled.plan, assembled.facts
-        memory = _estimate(assembled)
+        memory = estimate(plan, facts)
         resident = _resident(assembled, memory.activations) if plan.world.device_type == "cpu" else 0
         cluster = cluster_of(plan.world)
         if not facts.attention_heads:
@@ -86,7 +86,7 @@ class Forecast:
         causes = sorted(self.memory.causes().items(), key=lambda item: -item[1])[:3]
         largest = ", ".join(f"{cause} {_size(size)}" for cause, size in causes)
         besides = f", the process {_size(self.resident)}" if self.resident else ""
-        memory = f"peak memory {_size(self.peak)} a rank at the {self.memory.moment} ({largest}{besides})"
+        memory = f"peak memory {_size(self.peak)} on the fullest rank at the {self.memory.moment} ({largest}{besides})"
         if self.seconds is None:
             return f"predicted: {memory}; no step time: {self.reason}"
         low, high = self.interval
@@ -104,16 +104,13 @@ class Forecast:
             "reason": self.reason,
         }
 
-    def watch(self, record: Record, index: int) -> Record | None:
-        """Take note of a step; after `WATCHED` of them return the comparison, as a record of metrics.jsonl.
-
-        `index` is this rank's number in the record's list of peaks.
-        """
+    def watch(self, record: Record) -> Record | None:
+        """Take note of a step; after `WATCHED` of them return the comparison, as a record of metrics.jsonl."""
         self.step_seconds.append(record["seconds"])
         if len(self.step_seconds) != WATCHED:
             return None
         compared: Record = {"step": record["step"], "predicted_peak_memory_bytes": self.peak}
-        compared["measured_peak_memory_bytes"] = record["peak_memory_bytes"][index]
+        compared["measured_peak_memory_bytes"] = max(peak for peak in record["peak_memory_bytes"] if peak is not None)
         compared["measured_step_seconds"] = median(self.step_seconds[1:])
         return compared if self.seconds is None else compared | {"predicted_step_seconds": self.seconds}
 
@@ -140,7 +137,7 @@ class ForecastReport(Callback):
         is_smaller = plan.step_sizes.of(record["step"] - 1) < plan.sequences_per_step  # than the step that is predicted
         if is_smaller or record.get("sequence_length", plan.sequence_length) < plan.sequence_length:
             return
-        comparison = self._forecast.watch(record, session.rank)
+        comparison = self._forecast.watch(record)
         if comparison is not None:
             session.note(compared(comparison), comparison)
 

@@ -9,7 +9,7 @@ most that exists unsharded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from shardwise._torch_compat import accelerator
 from shardwise._torch_compat.modules import persistent_buffers
 from shardwise.checkpoint.reading import HuggingFaceWeights
 from shardwise.checkpoint.weight_files import WeightFile, open_weight_files
-from shardwise.errors import ModelError, require_type
+from shardwise.errors import ConfigError, ModelError, require_type
 from shardwise.job.objects import user_code
 from shardwise.job.schema import Job
 from shardwise.kernels.adapters import AdapterWeight
@@ -123,6 +123,7 @@ def match_weights(module: nn.Module, facts: ModelFacts, job: Job) -> tuple[Huggi
 
     Raises:
         ModelError: the directory, one of its files, a tensor or a shape is missing or wrong.
+        ConfigError: a head that no file holds would be drawn, and stay so.
     """
     weights = HuggingFaceWeights(str(job.model.path))
     prefix = getattr(module, "base_model_prefix", "")
@@ -135,10 +136,22 @@ def match_weights(module: nn.Module, facts: ModelFacts, job: Job) -> tuple[Huggi
         ties=facts.ties,
         model=module,
     )
+    _check_heads(heads.keys() - names.keys(), facts, job)
     if job.data.added_tokens:
         weights.grow(names, facts.base_shapes | buffers, facts.vocabulary_size, job.training.seed)
     weights.check_shapes(names, facts.base_shapes | buffers)
     return weights, names
+
+
+def _check_heads(drawn: Set[str], facts: ModelFacts, job: Job) -> None:
+    """Refuse to train a model with a head that has drawn weights and keeps them."""
+    frozen = sorted(drawn & facts.frozen)
+    if frozen and job.adapter.kind != "none":
+        modules = sorted({name.rpartition(".")[0] for name in frozen})
+        raise ConfigError(
+            f"adapter.modules_to_save={job.adapter.modules_to_save}: {frozen[0]} is drawn anew, since {job.model.path} "
+            f"lacks it, and adapters alone are trained; set it to {[*job.adapter.modules_to_save, *modules]}"
+        )
 
 
 def _is_of_head(name: str, prefix: str, facts: ModelFacts) -> bool:

@@ -44,6 +44,8 @@ from shardwise.training.adapter_start import start_adapters
 from shardwise.training.given_model import GivenModel, place_weights, take_constructed_values
 from shardwise.training.init import initialize, match_weight_file, match_weights, read_weight_file
 from shardwise.training.objectives.choose import make_objective
+from shardwise.training.objectives.classification import Classification
+from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.objectives.preference import DirectPreference
 from shardwise.training.optimizer import ShardedOptimizer
 from shardwise.training.precomputed_reference import with_reference
@@ -197,11 +199,21 @@ def assemble(
     objective = make_objective(model)
     if isinstance(objective, DirectPreference) and objective.is_precomputed and data is not None:
         data = with_reference(objective, make_stream(plan, layout, data), data)
+    if data is not None and job.data.factory is not None and isinstance(objective, LanguageModelling):
+        data = _with_labels(data, objective, job)
     if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)
     optimizer = ShardedOptimizer.of(model)
     scaler = LossScaler.of(plan.dtypes.compute, job.precision.loss_scale)
     return AssembledJob(plan, layout, facts, data, model, objective, optimizer, scaler)
+
+
+def _with_labels(data: TokenData, objective: LanguageModelling, job: Job) -> TokenData:
+    """Return samples of `data.factory` with labels where and as `objective` counts them."""
+    classes = None
+    if isinstance(objective, Classification):
+        classes = objective.classes, int(job.model.task == "token_classification")
+    return data.with_labels(objective.labels == "next", classes)
 
 
 def _place_given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.checkpoint.manifest import Progress
 from shardwise.data.streaming.loader import ALONE, position_key
 from shardwise.data.token_data import TokenData
+from shardwise.job.tasks import TASKS
 from shardwise.model.facts import ModelFacts
 from shardwise.observe.metrics import Record
 from shardwise.plan.plan import Plan
@@ -32,9 +33,7 @@ def step_record(
     plan, facts = assembled.plan, assembled.facts
     per_second = result.count / seconds
     sequences = plan.sequences_of(progress.step - 1)
-    # What is computed are all positions, whichever of them are trained on.
-    pads = plan.job.data.has_rows or facts.sample_positions is not None
-    computed = sequences * facts.positions(plan.sequence_length) / seconds if pads else per_second
+    computed = _positions(plan, facts, sequences, length, result.count) / seconds
     record: Record = {
         "step": progress.step,
         "loss": result.loss,
@@ -60,6 +59,17 @@ def step_record(
         read = sources_read(assembled.given_data, progress)
         record |= {f"passes/{name}": source["passes"] for name, source in read.items()}
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
+
+
+def _positions(plan: Plan, facts: ModelFacts, sequences: int, length: int, count: int) -> float:
+    """Return the positions that a step computes, whichever of them are trained on.
+
+    Of an encoder-decoder, whose two sides have other lengths, and of a module of one's own they are what is counted.
+    """
+    if plan.job.data.has_rows:
+        return sequences * facts.positions(plan.sequence_length)
+    is_known = (facts.returns_logits or facts.classifies) and TASKS[plan.job.model.task].labels != "decoder"
+    return sequences * facts.positions(length) if is_known or facts.sample_positions is not None else count
 
 
 def flops_figures(plan: Plan, facts: ModelFacts, positions: float, length: int) -> dict[str, float | None]:

@@ -165,7 +165,7 @@ def cluster(text: str) -> Cluster:
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(Path(text))
     name, _, count = text.partition(":")
-    if not (count or "1").isdigit() or int(count or 1) < 1:
+    if not (count or "1").isdecimal() or int(count or 1) < 1:
         raise ConfigError(f"cluster={text!r}: {count!r} is no count of nodes; write e.g. p5.48xlarge:16")
     return _named(name.lower(), int(count or 1))
 
@@ -241,7 +241,7 @@ def _from_file(path: Path) -> Cluster:
         row = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"cluster={path} does not exist.{nearest_file(path, '.yaml', '.yml')}") from None
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cluster={path}: {error}") from error
     if not isinstance(row, dict) or not {"accelerator", "instance"} & set(row):
         raise ConfigError(
@@ -252,7 +252,7 @@ def _from_file(path: Path) -> Cluster:
             raise ConfigError(f"cluster={path}: unknown key {key!r}.{nearest(key, _KEYS)}")
         if key in _WORDS and not isinstance(value, str):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a name")
-        if key not in _WORDS and not (isinstance(value, (int, float)) and value > 0):
+        if key not in _WORDS and not (isinstance(value, (int, float)) and 0 < value < math.inf):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a number above 0")
         if key in _COUNTS and value != int(value):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a whole number")

@@ -246,14 +246,24 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
 
 
 def with_exact_memory(candidate: Candidate, facts: ModelFacts) -> Candidate:
-    """With the closed form of memory for every pipeline rank; long pipelines: for the ends and the middle."""
+    """With the closed form of memory for every pipeline rank; of long pipelines for those that may be the fullest.
+
+    These are the ends, the middle, and of the ranks with as many blocks the first, which has most forwards in flight,
+    and the last. The others get the estimate of the nearest of their own size.
+    """
     if candidate.exact:
         return candidate
-    stages = candidate.plan.degrees[Axis.PIPELINE]
-    asked = range(stages) if stages <= 4 else sorted({0, stages // 2, stages - 1})
-    estimates = {rank: estimate(candidate.plan, facts, pipeline=rank) for rank in asked}
-    nearest = [min(estimates, key=lambda known: (abs(known - rank), known)) for rank in range(stages)]
-    return replace(candidate, exact=tuple(estimates[rank] for rank in nearest))
+    plan = candidate.plan
+    ranks = range(plan.degrees[Axis.PIPELINE])
+    sizes = [tuple(len(plan.stages[stage]) for stage in plan.stages_of(rank)) for rank in ranks]
+    asked = {0, len(ranks) // 2, len(ranks) - 1} if len(ranks) > 4 else set(ranks)
+    asked |= {sizes.index(size) for size in sizes} | {ranks[-1] - sizes[::-1].index(size) for size in sizes}
+    estimates = {rank: estimate(plan, facts, pipeline=rank) for rank in sorted(asked)}
+
+    def nearest(rank: int) -> int:
+        return min((known for known in estimates if sizes[known] == sizes[rank]), key=lambda known: abs(known - rank))
+
+    return replace(candidate, exact=tuple(estimates[nearest(rank)] for rank in ranks))
 
 
 def world_of(cluster: Cluster) -> World:
@@ -348,12 +358,12 @@ def distinct(candidates: Iterable[Candidate], most: int) -> list[Candidate]:
     """The best of each layout: candidates that differ in degrees, sharding or checkpointing."""
     kept: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
+        if len(kept) >= most:
+            break
         memory = candidate.job.memory
         moved = (memory.offload_parameters, float(memory.offload_optimizer))
         layout = (*candidate.plan.degrees.items(), memory.activation_checkpointing, *moved)
         kept.setdefault(layout, candidate)
-        if len(kept) == most:
-            break
     return list(kept.values())
 
 

@@ -31,6 +31,7 @@ from shardwise.kernels.attention import row_positions
 from shardwise.model.build import build_model
 from shardwise.model.facts import ModelFacts
 from shardwise.parallel.apply import parallelize
+from shardwise.parallel.averaged_weights import AveragedWeights
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
@@ -192,10 +193,11 @@ def _trace(model: ParallelModel, microbatch: TracedBatch, storages: Storages, fa
         storages.own(WEIGHTS, *modules)
         with values_refused(), recorder.recording(), one_document(model.plan, recorder):
             _make_state(model, objective, optimizer, recorder, microbatch)
-            storages.own(STATE, optimizer.inner)
+            state = (optimizer.inner, {} if model.ema is None else model.ema.values)
+            storages.own(STATE, *state)
             recorder.begin()
             sums = [vars(owner) for owner in (objective, model.routers) if owner is not None]  # for metrics
-            with recorder.discipline.step(*modules, optimizer.inner, sums):
+            with recorder.discipline.step(*modules, *state, sums):
                 step_of(model, objective, optimizer, recorder, microbatch)
     return recorder
 
@@ -208,6 +210,8 @@ def traced_model(
         model = parallelize(_without_values(build_model(plan.job)), plan, layout, facts, device, lambda: fake)
         if needs_copy(plan):
             model.reference = frozen_copy(model, lambda: fake)
+        if plan.job.training.ema_decay is not None:
+            model.ema = AveragedWeights(model.tensor_map, plan.job.training.ema_decay)
     return model
 
 
@@ -287,8 +291,14 @@ def _make_state(
     for entry in optimizer.entries:
         if entry.parameter.requires_grad:
             entry.parameter.grad = torch.empty_like(entry.parameter)
+    _update(model, optimizer)
+
+
+def _update(model: ParallelModel, optimizer: ShardedOptimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
+    if model.ema is not None:
+        model.ema.update()
 
 
 def step_of(
@@ -311,5 +321,4 @@ def step_of(
     with recorder.update():
         if model.plan.job.optimizer.clip_norm is not None:
             optimizer.scale_gradients(0.5)
-        optimizer.step()
-    optimizer.zero_grad()
+        _update(model, optimizer)
