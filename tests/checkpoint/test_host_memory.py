@@ -67,6 +67,9 @@ def test_memory_holds_the_state_of_a_checkpoint(
         assert memory.steps() == (2, 3)
         world_pool.run(1, restore_and_save, a_job(corpora, MODEL, {}), memory.places, 2, tmp_path / "memory")
         assert_same(tmp_path / "disk" / "step-00000002", tmp_path / "memory" / "step-00000002")
+        (tmp_path / "memory" / "step-00000009").mkdir()  # of a host that died while it wrote
+        [notes] = world_pool.run(1, restore_and_save, a_job(corpora, MODEL, {}), memory.places, 3, tmp_path / "memory")
+        assert not any("memory" in note for note in notes)
         newest = max(memory.places[0], key=lambda place: place.step)
         content = Path(newest.content)
         content.write_bytes(content.read_bytes()[:-1] + b"?")

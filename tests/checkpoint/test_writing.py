@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shardwise.checkpoint.writing import HuggingFaceWriter, remove_unfinished
+from shardwise.checkpoint.writing import HuggingFaceWriter, make_sibling, remove_unfinished
 from shardwise.errors import OutputError
 from shardwise.model.discover import find_ties
 from tests.checkpoint.models import assert_reads_all, make_model
@@ -182,3 +182,14 @@ def test_a_name_is_added_once(tmp_path: Path) -> None:
             writer.add("a", torch.ones(2))
         writer.abort()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(), tmp_path):
+        with pytest.raises(OutputError, match="is the current directory, and is not replaced; give a new directory"):
+            make_sibling(path)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "volume")
+    with pytest.raises(OutputError, match="volume is where a file system is mounted"):
+        make_sibling(tmp_path / "volume")
+    assert list(tmp_path.iterdir()) == [] and not list(tmp_path.parent.glob("..*"))

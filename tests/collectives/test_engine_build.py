@@ -58,6 +58,17 @@ def test_without_a_compiler_auto_is_gloo_with_one_line(no_compiler: None) -> Non
     ]
 
 
+def test_an_engine_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(engine.DIRECTORY_VARIABLE, str(tmp_path / "engine"))
+    monkeypatch.setattr(engine, "load_engine", engine.load_engine.__wrapped__)  # another one may be in this process
+    engine.library().parent.mkdir(parents=True)
+    engine.library().touch()  # as a power failure leaves it
+    plan = entry.plan_job(job())
+    assert plan.backend == "gloo"
+    [note] = [note for note in plan.notes if "Gloo" in note]
+    assert f"{engine.library()} cannot be loaded" in note and "remove it" in note
+
+
 def test_on_several_hosts_all_take_gloo_where_one_has_no_compiler(
     no_compiler: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,14 @@ def test_a_host_that_vanishes_interrupts_ranks_that_wait_for_it() -> None:
     assert over is not None and over.interrupted == "host 1 is gone"
 
 
+def test_an_error_without_a_message_is_a_reason_too() -> None:
+    hosts, _ = started(max_restarts=1)
+    for host in range(3):
+        hosts.say(host, outcome=HostOutcome("failed", "MemoryError", "", FAULT))
+    second = hosts.pass_time(PATIENCE + 1)
+    assert second is not None and (second.number, second.reason) == (1, "MemoryError")
+
+
 def test_a_host_that_was_started_anew_is_another() -> None:
     hosts, _ = started()
     hosts.come(2, token="second")

@@ -76,7 +76,7 @@ def test_header_holds_the_main_figures(tmp_path: Path) -> None:
     assert "gpt_neox, 4.2M parameters" in text
     assert "2 cpu ranks · shard 2 · fp32 · started 2026-01-02 03:04" in text
     assert "8.100" in text and "1.15 nats below unigram entropy 9.250" in text
-    assert "164k" in text and "in 1:35" in text
+    assert "164k" in text and "in 0:13 of steps" in text
     assert "415 MiB" in text
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
+from shardwise._torch_compat.pipelining import waiting_in
 from shardwise.job.schema import ParallelSection
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.stage_boundary import StageBoundary
@@ -47,3 +51,22 @@ def test_no_rank_waits_for_a_message_that_another_would_send_later(
         for other in range(one + 1, ranks):
             orders = [[m for m in of_rank[rank] if set(m) == {one, other}] for rank in (one, other)]
             assert orders[0] == orders[1]
+
+
+def test_waits_for_messages_are_in_a_context() -> None:
+    said: list[str] = []
+
+    class Scope(AbstractContextManager[None]):
+        def __enter__(self) -> None:
+            said.append("enter")
+
+        def __exit__(self, *_: object) -> None:
+            said.append("leave")
+
+    message = mock.Mock()
+    message.wait.side_effect = lambda: said.append("wait")
+    before = schedules._wait_batch_p2p
+    with waiting_in(Scope()):
+        schedules._wait_batch_p2p([message])
+        schedules._wait_batch_p2p([message])
+    assert said == ["enter", "wait", "leave"] * 2 and schedules._wait_batch_p2p is before

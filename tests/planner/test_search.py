@@ -49,6 +49,7 @@ from shardwise.planner.search.search import (
     of_changes,
     on_nodes,
     search,
+    with_exact_memory,
     world_of,
 )
 from shardwise.planner.search.search_report import layout_explanation, ranking_table, search_remarks
@@ -321,6 +322,21 @@ def test_the_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "default-src 'none'" in head and "https://" not in head
 
 
+def test_the_memory_of_long_pipelines_is_that_of_the_fullest_rank() -> None:
+    job = Job.model_validate({
+        "model": {"config": {**LLAMA, "num_hidden_layers": 22}}, "data": {"sequence_length": 512},
+        "training": {"sequences_per_step": 64}, "parallel": {"pipeline_parallel_degree": 8, "pipeline": "zbv"},
+    })  # fmt: skip
+    facts = discover(build_model(job), job)
+    elsewhere = False
+    for candidate in search(SearchQuestion(job, facts, cluster("h100:8")), 40).ranked[:4]:
+        exact = with_exact_memory(candidate, facts).exact
+        of_ranks = [estimate(candidate.plan, facts, pipeline=rank).total for rank in range(8)]
+        assert max(known.total for known in exact) == max(of_ranks)
+        elsewhere |= max(of_ranks) > max(of_ranks[rank] for rank in (0, 4, 7))
+    assert elsewhere  # than at the ends and in the middle
+
+
 @pytest.mark.slow
 def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan(capsys, "--model", "llama3-8b", "--cluster", "h100:1", *ON_DEVICE)
@@ -343,6 +359,10 @@ def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixt
         (("--cluster", "cpu:2", "--explain", "tensor_degree=2"), "Did you mean 'tensor_parallel_degree'?"),
         (("--cluster", "cpu:2", "--explain", "0"), "layouts of the table have numbers from 1"),
         (("--cluster", "cpu:2", "--explain", "best"), "no number of the table, nor `sure`, nor key=value"),
+        (("--cluster", "cpu:2", "--explain", "microbatch_size=-2"), "microbatch_size=-2: must be greater"),
+        (("--cluster", "cpu:2", "--explain", "activation_checkpointing=ful"), "must be 'none', 'full' or 'selective'"),
+        (("--cluster", "h200:²"), "'²' is no count of nodes"),
+        (("--trace", "--top", "3"), "--top does nothing with --trace"),
         (("--cluster", "cpu:1", "--limit", "1", "--explain", "99"), "the table has 1 layouts; use 1 to 1"),
         (("--tokens", "many"), "not a number above 0"),
     ],

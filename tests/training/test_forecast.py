@@ -95,7 +95,7 @@ def test_steps_that_are_smaller_than_the_predicted_one_are_not_compared() -> Non
     for step in (1, 2, 3):
         report.on_step_end(mock.Mock(rank=0), {"step": step})
     report.on_step_end(mock.Mock(rank=0), {"step": 4, "sequence_length": 8})
-    report._forecast.watch.assert_called_once_with({"step": 3}, 0)
+    report._forecast.watch.assert_called_once_with({"step": 3})
 
 
 def test_measured_constants_are_read_back_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

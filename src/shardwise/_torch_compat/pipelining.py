@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, schedules
 
 # No public name: the operator by which `pipe_split()` leaves its mark in a graph (torch 2.11 to 2.14).
 from torch.distributed.pipelining._IR import aten_pipe_split_alias as CUT_MARK
 
-__all__ = ["CUT_MARK", "LazyStage", "UnpairedDualPipeV"]
+__all__ = ["CUT_MARK", "LazyStage", "UnpairedDualPipeV", "waiting_in"]
+
+
+@contextmanager
+def waiting_in(scope: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let schedules wait for their messages in `scope`, which is entered for each wait."""
+    wait = schedules._wait_batch_p2p  # no public name (torch 2.11 to 2.14)
+
+    def wait_in_scope(work: list[dist.Work]) -> None:
+        with scope:
+            wait(work)
+
+    schedules._wait_batch_p2p = wait_in_scope
+    try:
+        yield
+    finally:
+        schedules._wait_batch_p2p = wait
 
 
 class UnpairedDualPipeV(ScheduleDualPipeV):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.adapters import hash_of_base
-from shardwise.checkpoint.catalog import checkpoints, complete, named_checkpoint, none_left, read_manifest
+from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left, read_manifest
 from shardwise.checkpoint.host_memory import MemoryStore
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.checkpoint.save import named
@@ -85,17 +86,40 @@ def restore(
         DamagedError: the named checkpoint is damaged, or damage has left none that `auto` could take.
         CheckpointError: the named checkpoint is not complete, or the newest is of another model or data.
     """
+    read = partial(_read, model, optimizer, scaler, data=data, say=say)
+    in_memory = _InMemory(memory, read, say)
+    if memory is not None and (restored := in_memory.restored(_on_rank_0(lambda: _newest_complete(store)))):
+        return restored
     wanted = model.plan.job.checkpoint.resume
-    if memory is not None and _on_rank_0(lambda: memory.name >= max(checkpoints(store), default="")):
-        try:
-            return _read(model, optimizer, scaler, memory, memory.name, memory.manifest, data, say)
-        except DamagedError as error:
-            say(f"the {memory.root} is passed over: {error}")
     if wanted == "none":
         return None
     if wanted != "auto":
         name, manifest = _on_rank_0(lambda: named_checkpoint(wanted)[1:])
-        return _read(model, optimizer, scaler, open_store(split(wanted)[0]), name, manifest, data, say)
+        return read(open_store(split(wanted)[0]), name, manifest)
+    return _newest(store, in_memory, read, say)
+
+
+class _InMemory:
+    """The state in the hosts' memory, which is read once."""
+
+    def __init__(self, memory: MemoryStore | None, read: Callable[..., Restored], say: Say) -> None:
+        self._memory, self._read, self._say = memory, read, say
+
+    def restored(self, newest: str) -> Restored | None:
+        """Read it, if it is as new as a checkpoint `newest` of the store; None where it is not, or is damaged."""
+        memory = self._memory
+        if memory is None or memory.name < newest:
+            return None
+        self._memory = None
+        try:
+            return self._read(memory, memory.name, memory.manifest)
+        except DamagedError as error:
+            self._say(f"the {memory.root} is passed over: {error}")
+            return None
+
+
+def _newest(store: Store, in_memory: _InMemory, read: Callable[..., Restored], say: Say) -> Restored | None:
+    """Read the newest checkpoint that is whole; where one turns out damaged, memory may be newer than the next."""
     passed: list[str] = []
 
     def pass_over(note: str) -> None:
@@ -104,14 +128,24 @@ def restore(
 
     damaged = False
     for name, manifest in _complete_on_rank_0(store, pass_over):
+        if restored := in_memory.restored(name):
+            return restored
         try:
-            return _read(model, optimizer, scaler, store, name, manifest, data, say)
+            return read(store, name, manifest)
         except DamagedError as error:
             pass_over(f"checkpoint {name} is passed over: {error}")
             damaged = True
-    if damaged:
+    if damaged and not (restored := in_memory.restored("")):
         raise none_left(store, passed)
-    return None
+    return restored if damaged else None
+
+
+def _newest_complete(store: Store) -> str:
+    """Return the name of the newest complete checkpoint; nothing where there is none, whatever else is there."""
+    try:
+        return next((name for name, _ in complete(store)), "")
+    except CheckpointError:
+        return ""
 
 
 def _complete_on_rank_0(store: Store, say: Say) -> Iterator[tuple[str, Manifest]]:

@@ -222,7 +222,16 @@ def remove_unfinished(path: Path) -> None:
 
 
 def make_sibling(path: Path) -> Path:
-    """Make a new directory beside `path`, on the same file system, so that a rename puts it in place at once."""
+    """Make a new directory beside `path`, on the same file system, so that a rename puts it in place at once.
+
+    Raises:
+        OutputError: it cannot be made there, or nothing can be renamed to `path`.
+    """
+    if os.path.ismount(path) or path.resolve() == Path.cwd():
+        what = "where a file system is mounted" if os.path.ismount(path) else "the current directory"
+        raise OutputError(
+            f"{path} is {what}, and is not replaced; give a new directory in it, such as {path / 'model'}"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=_unfinished(path), dir=path.parent))

@@ -59,7 +59,10 @@ def obstacle() -> str:
     if sys.platform != "linux":
         return f"it needs Linux, this is {sys.platform}"
     if library().is_file():
-        return load_engine().obstacle()
+        try:
+            return load_engine().obstacle()
+        except MachineError as error:
+            return str(error)
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         return f"it is not built yet and there is no C++ compiler ({compiler}); install one or set CXX"
@@ -101,8 +104,12 @@ def load_engine() -> ModuleType:
     spec = importlib.util.spec_from_file_location(MODULE, build())
     if spec is None or spec.loader is None:
         raise MachineError(f"the native engine {library()} is no Python extension; remove it, and it is built again")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, OSError) as error:  # cut short, or where nothing may be executed
+        raise MachineError(f"the native engine {library()} cannot be loaded: {error}; remove it, or set "
+                           f"{DIRECTORY_VARIABLE} to a directory whose files may be executed") from error  # fmt: skip
     tell_names_to(module.set_label)
     return module
 
@@ -163,6 +170,8 @@ def _compile(path: Path, say: Say) -> None:
                 f"the native engine could not be compiled: {_first_complaint(str(error), path.parent)}; "
                 "set parallel.ddp_dist_backend to gloo to go without"
             ) from error
+        with open(Path(where) / path.name, "rb") as made:
+            os.fsync(made.fileno())
         os.replace(Path(where) / path.name, path)  # whole or not at all
     say(f"compiled in {time.monotonic() - began:.0f} s: {path}")
 

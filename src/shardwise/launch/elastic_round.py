@@ -172,7 +172,8 @@ class RoundKeeper:
                 return  # a host that was lost has failed the others, and is silent soon
             if not self._may_restart(failures):
                 return
-            self._reason = failures[0].message.strip().splitlines()[-1]
+            first = failures[0]
+            self._reason = (first.message.strip().splitlines() or [first.error])[-1]
         elif gone:
             self._reason = _gone(gone)
         else:

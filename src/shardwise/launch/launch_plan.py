@@ -46,14 +46,14 @@ class NodeResources:
         efa: devices of AWS's Elastic Fabric Adapter.
         cpus: virtual processors.
         memory_gb: GiB.
-        shared_memory_gb: GiB of /dev/shm.
+        shared_memory_mb: MiB of /dev/shm.
     """
 
     accelerators: int
     efa: int
     cpus: int
     memory_gb: int
-    shared_memory_gb: int
+    shared_memory_mb: int
 
 
 @dataclass(frozen=True)
@@ -262,13 +262,13 @@ def check_length(name: str, longest_suffix: str) -> None:
 
 def _resources(settings: LaunchSection, where: Cluster) -> NodeResources:
     share = 1 - KEPT_FOR_THE_NODE
-    shared = settings.shared_memory_gb or max(where.host_gb * SHARED_MEMORY, 1 if where.host_gb else 0)
+    known = max(1, int(where.host_gb * SHARED_MEMORY)) if where.host_gb else LEAST_SHARED_MEMORY
     return NodeResources(
         accelerators=0 if where.accelerator.name == "CPU" else where.per_node,
         efa=where.efa,
         cpus=max(1, int(where.cpus * share)) if where.cpus else 0,
         memory_gb=max(1, int(where.host_gb * share)) if where.host_gb else 0,
-        shared_memory_gb=int(shared) or LEAST_SHARED_MEMORY,
+        shared_memory_mb=max(1, round((settings.shared_memory_gb or known) * 1024)),
     )
 
 

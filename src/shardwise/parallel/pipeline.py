@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shardwise._torch_compat.pipelining import LazyStage, UnpairedDualPipeV
+from shardwise._torch_compat.pipelining import LazyStage, UnpairedDualPipeV, waiting_in
 from shardwise.collectives.names import CollectiveName
 from shardwise.errors import ConfigError, ModelError
 from shardwise.job.axes import Axis
@@ -107,7 +107,8 @@ class Pipeline:
         target = {"target": torch.zeros(count)} if self.boundaries[-1].is_last else {}
         cause: BaseException | None = None
         try:
-            self._schedule.step(*first, **target)
+            with waiting_in(self._traffic):
+                self._schedule.step(*first, **target)
         except RuntimeError as error:  # torch wraps what a stage raises, a script's own mistake too
             cause = error.__cause__
             if cause is None or type(error) is not RuntimeError:

@@ -73,6 +73,8 @@ def _unlike(what: str, role: str, plan: Plan, ours: Captured) -> str:
 
 
 def _coarse_loss(plan: Plan, ours: Captured) -> str:
+    if plan.job.reads_pairs and ours.step == 0:  # the model is its reference yet, and the loss ipo a plain fraction
+        return ""
     losses = [loss for record in ours.precision if record.loss for loss in record.losses if loss]
     for dtype in COARSE if losses else ():
         if all(float(torch.tensor(loss, dtype=torch.float64).to(dtype)) == loss for loss in losses):

@@ -16,7 +16,8 @@ from shardwise.errors import ConfigError, LegalityError, OutputError
 from shardwise.job.launch_section import LaunchSection
 from shardwise.job.sources import load_job
 from shardwise.launch.launcher import TARGETS, find_target, launch, plan_for_target
-from shardwise.launch.targets.target import EVERYWHERE
+from shardwise.launch.targets.kubernetes import volumes_of
+from shardwise.launch.targets.target import EVERYWHERE, manifest_text
 from tests.launch.targets import fields
 from tests.launch.targets.jobs_for_launch import CASES, GOLDEN, JOB, ON_KUBERNETES, SETTINGS, files_of, job_for, plan_of
 
@@ -257,6 +258,19 @@ def test_a_directory_is_quoted_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sbatch reads words"):
         launch(job_for("slurm"), "slurm", tmp_path / "with space")
     assert not (tmp_path / "with space").exists()
+
+
+def test_text_that_kubectl_would_misread_is_quoted() -> None:
+    text = manifest_text({"y": "y", "count": "1e3", "mode": "0o17", "plain": "yes sir", "size": "2Gi", "name": "llama"})
+    for line in ("'y': 'y'", "count: '1e3'", "mode: '0o17'", "plain: yes sir", "size: 2Gi", "name: llama"):
+        assert line in text.splitlines(), line
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(0.5, "512Mi"), (1.9, "1946Mi"), (3, "3Gi")])
+def test_shared_memory_is_as_much_as_is_asked_for(asked: float, limit: str) -> None:
+    plan = plan_for_target(job_for("jobset", shared_memory_gb=asked), "jobset")
+    volumes, _ = volumes_of(plan)
+    assert [volume["emptyDir"]["sizeLimit"] for volume in volumes if "emptyDir" in volume] == [limit]
 
 
 def test_what_a_container_would_lose_is_noted() -> None:

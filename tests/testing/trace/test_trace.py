@@ -71,6 +71,7 @@ AXES: dict[str, dict[str, Any]] = {
         "memory": {"activation_checkpointing": "full", "checkpoint_every": 2},
     },
     "GPipe": {"parallel": {"pipeline_parallel_degree": 4, "pipeline": "simple"}},
+    "averages": {"training": {"ema_decay": 0.99}},
     "full": {"memory": {"activation_checkpointing": "full"}},
     "selective": {"memory": {"activation_checkpointing": "selective"}},
     "selective ring": {

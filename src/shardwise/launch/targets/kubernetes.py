@@ -87,7 +87,7 @@ class KubernetesTarget(LaunchTarget):
                 name, f"{amount} a pod", RESOURCE_RULES.get(name, f"{where.name}: 90 %, the rest is the node's own")
             )
         rule = "launch.shared_memory_gb" if settings.shared_memory_gb else "a quarter of the node's memory; else 16"
-        yield DerivedValue("/dev/shm", f"{resources.shared_memory_gb} GiB", rule)
+        yield DerivedValue("/dev/shm", f"{resources.shared_memory_mb / 1024:g} GiB", rule)
         yield DerivedValue("terminationGracePeriodSeconds", str(settings.stop_seconds), "launch.stop_seconds")
         if plan.time_limit is not None:
             yield DerivedValue(
@@ -223,10 +223,11 @@ def environment_of(plan: LaunchPlan) -> list[dict[str, Any]]:
 
 def volumes_of(plan: LaunchPlan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return a pod's volumes, and where its container has them."""
-    size = f"{plan.resources.shared_memory_gb}Gi"
+    size = plan.resources.shared_memory_mb
+    limit = f"{size}Mi" if size % 1024 else f"{size // 1024}Gi"
     volumes: list[dict[str, Any]] = [
         {"name": "job", "configMap": {"name": config_name(plan.name)}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": limit}},
     ]
     places: list[dict[str, Any]] = [
         {"name": "job", "mountPath": JOB_DIRECTORY, "readOnly": True},

@@ -145,6 +145,10 @@ def job_text(plan: LaunchPlan) -> str:
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
+# Text without quotes that kubectl's YAML reads as a bool or a number, and PyYAML's does not: y, 1e3, 0o17.
+MISREAD = re.compile(r"[yYnN]|[-+]?(0[xob][0-9a-fA-F_]+|\.?[0-9][0-9_.]*([eE][-+]?[0-9]+)?)")
+
+
 class _ManifestDumper(yaml.SafeDumper):
     """Writes what people read and change: files inside as blocks of lines, and a template twice instead of an alias."""
 
@@ -153,7 +157,8 @@ class _ManifestDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    style = "|" if "\n" in text else "'" if MISREAD.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _ManifestDumper.add_representer(str, _represent_text)
