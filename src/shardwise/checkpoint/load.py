@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from shardwise._torch_compat.modules import persistent_buffers
 from shardwise.checkpoint.adapters import hash_of_base
 from shardwise.checkpoint.catalog import complete, named_checkpoint, none_left, read_manifest
 from shardwise.checkpoint.host_memory import MemoryStore
@@ -28,7 +29,6 @@ from shardwise.checkpoint.state import (
     load_optimizer,
     model_chunks,
     optimizer_chunks,
-    persistent_buffers,
     random_chunks,
     set_random,
     state_keys,
@@ -135,9 +135,11 @@ def _newest(store: Store, in_memory: _InMemory, read: Callable[..., Restored], s
         except DamagedError as error:
             pass_over(f"checkpoint {name} is passed over: {error}")
             damaged = True
-    if damaged and not (restored := in_memory.restored("")):
-        raise none_left(store, passed)
-    return restored if damaged else None
+    if not damaged:
+        return None
+    if restored := in_memory.restored(""):
+        return restored
+    raise none_left(store, passed)
 
 
 def _newest_complete(store: Store) -> str:

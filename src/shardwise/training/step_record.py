@@ -33,7 +33,7 @@ def step_record(
     plan, facts = assembled.plan, assembled.facts
     per_second = result.count / seconds
     sequences = plan.sequences_of(progress.step - 1)
-    computed = _positions(plan, facts, sequences, length, result.count) / seconds
+    computed = _positions(assembled, sequences, length, result.count) / seconds
     record: Record = {
         "step": progress.step,
         "loss": result.loss,
@@ -61,15 +61,22 @@ def step_record(
     return record | ({"loss_scale": result.loss_scale} if plan.dtypes.compute == "fp16" else {})
 
 
-def _positions(plan: Plan, facts: ModelFacts, sequences: int, length: int, count: int) -> float:
+def _positions(assembled: AssembledJob, sequences: int, length: int, count: int) -> float:
     """Return the positions that a step computes, whichever of them are trained on.
 
-    Of an encoder-decoder, whose two sides have other lengths, and of a module of one's own they are what is counted.
+    They are what is counted where nothing else tells: of an encoder-decoder, whose two sides have other lengths, of a
+    module or a loop of one's own, and of a factory's samples but where they are classified at a length that is given.
     """
-    if plan.job.data.has_rows:
+    plan, facts = assembled.plan, assembled.facts
+    data = plan.job.data
+    if data.has_rows:
         return sequences * facts.positions(plan.sequence_length)
-    is_known = (facts.returns_logits or facts.classifies) and TASKS[plan.job.model.task].labels != "decoder"
-    return sequences * facts.positions(length) if is_known or facts.sample_positions is not None else count
+    if facts.sample_positions is not None:
+        return sequences * facts.positions(length)
+    is_known = assembled.given_data is not None and (facts.returns_logits or facts.classifies)
+    if data.factory is not None:
+        is_known = is_known and facts.classifies and "sequence_length" in data.model_fields_set
+    return sequences * length if is_known and TASKS[plan.job.model.task].labels != "decoder" else count
 
 
 def flops_figures(plan: Plan, facts: ModelFacts, positions: float, length: int) -> dict[str, float | None]:
