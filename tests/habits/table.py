@@ -162,7 +162,7 @@ HABITS: tuple[Habit, ...] = (
     Habit(
         "OuterForces",
         "a module that takes a gradient through its blocks",
-        refused={STAGES: "its blocks do not each take the hidden states|takes a gradient through its blocks"},
+        refused={STAGES: "blocks.0 runs 2 times in a forward"},
         remedy="use no pipeline",
         costs=STAYS_GATHERED,
     ),
@@ -205,8 +205,6 @@ HABITS: tuple[Habit, ...] = (
         "Penalized",
         "a forward that reads parameters of other modules",
         costs=STAYS_GATHERED,
-        refused={STAGES: r"Penalized \(.*modules.py:\d+\) reads blocks.0"},
-        remedy="`optimizer.weight_decay`, or no pipeline",
     ),
     Habit("CollectedLosses", "blocks that append to a list of their caller"),
     Habit("GrowingState", "blocks that read and write a dict of their caller", quick=(CHECKPOINTS,)),

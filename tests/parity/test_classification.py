@@ -247,7 +247,7 @@ def test_adapters_train_and_keep_a_head_that_is_drawn(world_pool: WorldPool, tmp
     sections["adapter"] = {"kind": "lora", "modules_to_save": ["score"]}
     job = class_job("llama", "sequence_classification", tmp_path, **sections)
     weights = world_pool.run(1, trained_and_saved, job)[0]
-    exported = export_checkpoint(next((tmp_path / "kept").glob("step-*")), tmp_path / "whole", merge=True)
+    exported = export_checkpoint(str(next((tmp_path / "kept").glob("step-*"))), tmp_path / "whole", merge=True)
     score = load_file(exported / "model.safetensors")["score.weight"]
     assert torch.equal(score.double(), weights["score.weight"].to(score.dtype).double())
 

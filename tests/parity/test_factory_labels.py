@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, T5ForConditionalGeneration
 
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
+from shardwise.model.discover import _labels_next_tokens
 from shardwise.testing.world import WorldPool
 from shardwise.training.session import Session
 from tests.parity.jobs import check_agrees, make_module_job
@@ -119,3 +120,12 @@ def test_heads_of_one_number_are_no_classifiers(tmp_path: Path, config: dict[str
     job = class_job("gpt2", "sequence_classification", tmp_path, model=model)
     with pytest.raises(ConfigError, match=said):
         build_model(job)
+
+
+def test_a_class_tells_how_a_model_of_ones_own_takes_labels() -> None:
+    job = Job.model_validate({"model": {"factory": "a:b"}})
+    small = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    causal = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**small))
+    decoder = T5ForConditionalGeneration(CONFIG_MAPPING["t5"](d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    assert _labels_next_tokens(causal, job) and not _labels_next_tokens(decoder, job)
+    assert not _labels_next_tokens(torch.nn.Linear(2, 2), job)

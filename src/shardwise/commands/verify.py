@@ -317,7 +317,7 @@ def _scale_can_shrink(run: AssembledJob) -> bool:
 
 def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
     job, plan = run.plan.job, run.plan
-    source = _source(job, run.data)
+    source = _source(job, run.data, run.facts)
     # Dropout that is a function of its place runs on both sides, and the model's own has places in eager alone.
     eager = run.facts.has_attention_dropout and plan.exact_dropout
     is_coupled = run.facts.rows_together or run.facts.keeps_statistics or run.facts.may_draw
@@ -329,12 +329,12 @@ def _oracle(run: AssembledJob, weights: dict[str, Tensor]) -> Oracle:
     )  # fmt: skip
 
 
-def _source(job: Job, data: TokenData) -> Source:
+def _source(job: Job, data: TokenData, facts: ModelFacts) -> Source:
     """Return the oracle's reader of the training samples."""
     if data.sources:
         return MixtureSource(job, {source.name: _reader(source.job, source.data) for source in data.sources})
     if job.data.factory is not None:
-        return FactorySource(job)
+        return FactorySource(job, facts.labels_next_tokens)
     if TASKS[job.model.task].reads_files:
         return FileSource(job)
     return _reader(job, data)

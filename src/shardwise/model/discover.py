@@ -16,7 +16,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise._torch_compat.modules import is_compiled
@@ -142,6 +142,7 @@ def _discover(
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         **_capabilities(examined),
         **_interface(model),
+        labels_next_tokens=_labels_next_tokens(model, job),
         classifies=TASKS[job.model.task].classifies,
         **_forward_facts(job, forward),
         **_coupling(model, job, config, forward, example),
@@ -360,6 +361,16 @@ def _interface(model: nn.Module) -> dict[str, Any]:
         "generates_text": is_pretrained,
         "has_config": is_pretrained,
     }
+
+
+def _labels_next_tokens(model: nn.Module, job: Job) -> bool:
+    """Return whether it takes labels as transformers' causal models do; of what a user has built its class tells."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    if job.model.path is not None or job.model.config is not None:
+        return TASKS[job.model.task].labels == "next"
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
+    return type(model) in (causal if isinstance(causal, tuple) else (causal,))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job
-from shardwise.job.tasks import TASKS
 
 NOT_COUNTED = -100
 KEPT = 1024  # samples that are kept, since a step is read several times
@@ -233,14 +232,13 @@ class TokenSource:
 class FactorySource:
     """Samples of `data.factory`: all but the last `validation_fraction`. Tensors that are not `stacked` are joined."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, labels_next_tokens: bool = False) -> None:
         self.samples: Any = load_object(str(job.data.factory))(**job.data.factory_arguments)
         self.stacked = getattr(self.samples, "stacked", None)
         size = min(len(self.samples), job.data.max_documents or len(self.samples))
         self.validation_size = max(1, int(size * job.data.validation_fraction))
         self.seed, self.size = job.training.seed, size - self.validation_size
-        own = job.model.factory is not None or job.model.loss is not None
-        self.shifts_labels = not own and TASKS[job.model.task].labels == "next"
+        self.shifts_labels = labels_next_tokens and job.model.loss is None
 
     def form(self, counter: int) -> tuple[Any, ...]:
         """Return what samples of one forward have in common: the shapes of what is stacked."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardwise.data.batch import IGNORED, Batch
 from shardwise.errors import ConfigError
-from shardwise.job.tasks import TASKS
 from shardwise.parallel.objective import Objective
 from shardwise.training.loss_trial import LossTrials
 from shardwise.training.objectives.language_modelling import LanguageModelling
@@ -64,8 +63,7 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
     if not inputs:
         raise ConfigError("a microbatch has no tensor beside its labels; give the model's keyword arguments by name")
     labels = tensors.get("labels")
-    is_causal = assembled.facts.returns_logits and TASKS[assembled.plan.job.model.task].labels == "next"
-    if labels is not None and is_causal:
+    if labels is not None and assembled.facts.labels_next_tokens:
         labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
     first = next(iter(inputs.values()))
     return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))

@@ -200,7 +200,7 @@ def assemble(
     if isinstance(objective, DirectPreference) and objective.is_precomputed and data is not None:
         data = with_reference(objective, make_stream(plan, layout, data), data)
     if data is not None and job.data.factory is not None and isinstance(objective, LanguageModelling):
-        data = _with_labels(data, objective, job)
+        data = _with_labels(data, objective, facts, job)
     if objective.needs_whole_batches and data is not None:
         check_whole_batches(plan, data)
     optimizer = ShardedOptimizer.of(model)
@@ -208,12 +208,12 @@ def assemble(
     return AssembledJob(plan, layout, facts, data, model, objective, optimizer, scaler)
 
 
-def _with_labels(data: TokenData, objective: LanguageModelling, job: Job) -> TokenData:
+def _with_labels(data: TokenData, objective: LanguageModelling, facts: ModelFacts, job: Job) -> TokenData:
     """Return samples of `data.factory` with labels where and as `objective` counts them."""
     classes = None
     if isinstance(objective, Classification):
         classes = objective.classes, int(job.model.task == "token_classification")
-    return data.with_labels(objective.labels == "next", classes)
+    return data.with_labels(facts.labels_next_tokens, classes)
 
 
 def _place_given(
