@@ -141,9 +141,7 @@ def _discover(
         embedding_parameters=_embedding_parameters(model, ties, forward),
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         **_capabilities(examined),
-        **_interface(model),
-        labels_next_tokens=_labels_next_tokens(model, job),
-        classifies=TASKS[job.model.task].classifies,
+        **_interface(model, job),
         **_forward_facts(job, forward),
         **_coupling(model, job, config, forward, example),
         adapters={},
@@ -351,7 +349,7 @@ def _writes(forward: ForwardProbe) -> dict[str, Any]:
     }
 
 
-def _interface(model: nn.Module) -> dict[str, Any]:
+def _interface(model: nn.Module, job: Job) -> dict[str, Any]:
     """Return what a model takes and returns; of a user's module nothing is known but that it has a loss."""
     is_pretrained = isinstance(model, PreTrainedModel)
     return {
@@ -360,6 +358,8 @@ def _interface(model: nn.Module) -> dict[str, Any]:
         "computes_own_loss": not is_pretrained,
         "generates_text": is_pretrained,
         "has_config": is_pretrained,
+        "labels_next_tokens": _labels_next_tokens(model, job),
+        "classifies": TASKS[job.model.task].classifies,
     }
 
 
