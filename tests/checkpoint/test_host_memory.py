@@ -83,6 +83,22 @@ def test_memory_holds_the_state_of_a_checkpoint(
     assert not any(Path(path).exists() for path in paths)
 
 
+def test_memory_is_newer_than_what_follows_a_damaged_checkpoint(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path
+) -> None:
+    """Of the store's steps 2 and 3 the newest is damaged, and memory holds step 2."""
+    job = a_job(corpora, MODEL, {"sharded_data_parallel_degree": 1})
+    job = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
+    with HostMemory(2) as memory:
+        world_pool.run(2, keep_steps, job, memory.places, tmp_path / "disk")
+        world_pool.run(1, restore_and_save, job, memory.places, 3, tmp_path / "store")
+        file = next((tmp_path / "store" / "step-00000003").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        [notes] = world_pool.run(1, restore_and_save, job, memory.places, 2, tmp_path / "store")
+        assert any("step-00000003 is passed over" in note for note in notes)
+    assert_same(tmp_path / "disk" / "step-00000002", tmp_path / "store" / "step-00000002")
+
+
 def keep_on_two_hosts(job: Job, hosts: Sequence[Places], path: Path) -> None:
     """Keep three steps, each rank on a host of its own."""
     keep_steps(job, [hosts[rank][0] for rank in range(2)], path)

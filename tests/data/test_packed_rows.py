@@ -36,6 +36,24 @@ def test_answers(tmp_path: Path) -> None:
         assert tokenizer.decode(answer) == "2<|end|>"
 
 
+def test_answers_that_are_cut_are_not_asked_for(tmp_path: Path) -> None:
+    long = [{"messages": as_messages([("user", "1+1?"), ("assistant", f"{number} is what it comes to")])}
+            for number in range(3)]  # fmt: skip
+    short = [{"messages": as_messages([("user", f"{number}?"), ("assistant", "no")])} for number in range(3)]
+    _, whole, _ = rows_of(tmp_path, long)
+    prompt, answer = whole.answers(1)[0]
+    cut = {"sequence_length": len(prompt) + len(answer) - 3, "truncation": True}
+    (tmp_path / "mixed").mkdir()
+    data, train, _ = rows_of(tmp_path / "mixed", long + short, **cut)
+    tokenizer = AutoTokenizer.from_pretrained(str(data.tokenizer_directory))
+    answers = [tokenizer.decode(said) for _, said in train.answers(6)]
+    assert 0 < len(answers) < len(train.rows) and set(answers) == {"no<|end|>"}
+    (tmp_path / "none").mkdir()
+    _, train, _ = rows_of(tmp_path / "none", long, **cut)
+    with pytest.raises(DataError, match=r"held-out rows is cut to data\.sequence_length=.* ahead of its first answer"):
+        train.answers(2)
+
+
 def test_first_fit() -> None:
     lengths = [5, 7, 5, 2, 4, 2, 5, 1, 6]
     bins, rooms = [], []

@@ -18,6 +18,11 @@ from shardwise.job.devices import CPU, copies_aside, widest_float
 IGNORED = -100  # label of a position that no loss counts; torch's and transformers' own ignore_index
 
 
+def one_ahead(labels: Tensor) -> Tensor:
+    """Return labels [..., S] that stand at their own tokens at the positions that predict these; the last has none."""
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+
+
 @dataclass
 class Batch:
     """B samples. Every tensor has the batch as dim 0.

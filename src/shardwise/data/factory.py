@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import IGNORED, Batch, one_ahead
 from shardwise.errors import DataError
 from shardwise.job.data_section import DataSection
 from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at, user_code
@@ -70,7 +70,7 @@ class Samples:
         if labels is None:
             return sample
         if self.labels_ahead:
-            labels = torch.cat([labels[1:], torch.full_like(labels[:1], IGNORED)])
+            labels = one_ahead(labels)
         if self.classes is not None:
             labels = self._checked_classes(labels, index, *self.classes)
         return {**sample, "labels": labels}

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch, one_ahead
 from shardwise.errors import ConfigError
 from shardwise.parallel.objective import Objective
 from shardwise.training.loss_trial import LossTrials
@@ -64,7 +64,7 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
         raise ConfigError("a microbatch has no tensor beside its labels; give the model's keyword arguments by name")
     labels = tensors.get("labels")
     if labels is not None and assembled.facts.labels_next_tokens:
-        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+        labels = one_ahead(labels)
     first = next(iter(inputs.values()))
     return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))
 
