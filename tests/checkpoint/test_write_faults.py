@@ -385,6 +385,32 @@ def test_a_run_that_was_killed_as_it_replaced_a_checkpoint(tmp_path: Path) -> No
     ) == [FILE]
 
 
+def test_a_step_that_is_saved_again_is_there_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is killed between the two renames; whoever comes next finds the first save, and may replace it."""
+    store, name = LocalStore(str(tmp_path)), checkpoint_name(1)
+    store.begin(name)
+    store.commit(name, empty_manifest(1))
+    renames: list[Path] = []
+
+    def rename(path: Path, target: Path) -> None:
+        if renames:
+            raise KeyboardInterrupt
+        renames.append(path)
+        os.rename(path, target)
+
+    store.begin(name)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", rename)
+        store.commit(name, empty_manifest(2))
+    assert not (tmp_path / name).exists() and checkpoints(store) == [name]
+    assert read_manifest(store, name).progress.step == 1 and list(store.sizes(name)) == [FILE]
+    store.begin(name)
+    store.commit(name, empty_manifest(3))
+    assert [entry.name for entry in tmp_path.iterdir()] == [name] and read_manifest(store, name).progress.step == 3
+
+
 def test_retention_removes_as_the_run_goes(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = a_job(corpora, tmp_path / "run", keep_last=1, keep_every=4)
     assert world_pool.run(2, train_with_a_fault, job, -1, "create") == ["", ""]

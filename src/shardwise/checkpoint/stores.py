@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Protocol
 from shardwise.checkpoint.manifest import FILE, OWNER
 from shardwise.job.schema import Job
 
+_OLD = ".old"  # ending of a checkpoint whose step is saved again, between two renames
 DIRECTORY = "checkpoints"  # in the output directory, where the job names no other
 
 
@@ -132,7 +133,9 @@ class LocalStore:
     def names(self) -> list[str]:
         if not self._path.is_dir():
             return []
-        return sorted(entry.name for entry in self._path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        entries = {entry.name for entry in self._path.iterdir() if entry.is_dir()}
+        replaced = {name[1:].removesuffix(_OLD) for name in entries if name.startswith(".") and name.endswith(_OLD)}
+        return sorted({name for name in entries if not name.startswith(".")} | replaced)
 
     def unfinished(self) -> list[str]:
         return sorted(entry.name for entry in self._path.glob(".*.partial"))
@@ -154,36 +157,40 @@ class LocalStore:
         with self.create(name, FILE) as handle:
             handle.write(manifest)
         _sync_directory(partial)
-        old = self._path / f".{name}.old"
-        self.remove(old.name)  # of a run that was killed right here: nothing could be renamed to it
-        with suppress(FileNotFoundError):
-            (self._path / name).rename(old)  # one of the same step, which is saved again
-        partial.rename(self._path / name)
-        self.remove(old.name)
+        place, old = self._path / name, self._old(name)
+        if os.path.lexists(place):  # one of the same step, which is saved again
+            _remove(old)  # of a run that was killed behind both renames: nothing could be renamed to it
+            place.rename(old)
+        partial.rename(place)
+        _remove(old)
         _sync_directory(self._path)
 
     def read(self, name: str, file: str) -> bytes:
-        return (self._path / name / file).read_bytes()
+        return (self._place(name) / file).read_bytes()
 
     def open(self, name: str, file: str) -> BinaryIO:
-        return (self._path / name / file).open("rb", buffering=0)  # type: ignore[return-value]
+        return (self._place(name) / file).open("rb", buffering=0)  # type: ignore[return-value]
 
     def sizes(self, name: str) -> dict[str, int]:
-        return {entry.name: entry.stat().st_size for entry in (self._path / name).iterdir() if entry.is_file()}
+        return {entry.name: entry.stat().st_size for entry in self._place(name).iterdir() if entry.is_file()}
 
     def remove(self, name: str) -> None:
-        path = self._path / name
-        if path.is_symlink():  # to a place that its owner chose, where it stays
-            return path.unlink()
-        with suppress(OSError):
-            (path / FILE).unlink()
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(self._old(name))
+        _remove(self._path / name)
 
     def abandon(self, name: str) -> None:
         shutil.rmtree(self._partial(name), ignore_errors=True)
 
     def _partial(self, name: str) -> Path:
         return self._path / f".{name}.partial"
+
+    def _old(self, name: str) -> Path:
+        return self._path / f".{name}{_OLD}"
+
+    def _place(self, name: str) -> Path:
+        """Where a checkpoint lies: one that a killed run was replacing still has its other name."""
+        place, old = self._path / name, self._old(name)
+        return old if old.exists() and not os.path.lexists(place) else place
 
 
 class NewFile(io.FileIO):
@@ -220,6 +227,15 @@ class NewFile(io.FileIO):
             self._possible = False
         else:
             self._direct = direct
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, its manifest first."""
+    if path.is_symlink():  # to a place that its owner chose, where it stays
+        return path.unlink()
+    with suppress(OSError):
+        (path / FILE).unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync_directory(path: Path) -> None:

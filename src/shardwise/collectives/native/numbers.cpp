@@ -115,6 +115,13 @@ inline A times(A a, A b) {
   }
 }
 
+// A number of ranks may be more than an element of 8 bits can hold.
+template <class A>
+inline A divided(A sum, size_t divisor) {
+  using Wide = std::conditional_t<std::is_integral_v<A>, int64_t, A>;
+  return static_cast<A>(static_cast<Wide>(sum) / static_cast<Wide>(divisor));
+}
+
 // Not a number wins, whoever brings it.
 template <class A>
 inline A lesser(A a, A b) {
@@ -151,7 +158,7 @@ void block(Out* out, const std::vector<const void*>& inputs, const std::vector<d
     return R == Reduce::scaled_sum ? times(static_cast<A>(widen(x)), by) : static_cast<A>(widen(x));
   };
   const auto finished = [divisor](A sum) {
-    if constexpr (R == Reduce::average) sum = static_cast<A>(sum / static_cast<A>(divisor));
+    if constexpr (R == Reduce::average) sum = divided(sum, divisor);
     return narrow(sum, Out{});
   };
   A sums[kBlock];

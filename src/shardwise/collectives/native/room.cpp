@@ -17,6 +17,7 @@ namespace shardwise {
 namespace {
 
 constexpr uint64_t kPage = 4096;
+constexpr int64_t kReasonPatience = kNanoseconds;  // a reason is written in microseconds, unless its writer has died
 
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -186,8 +187,12 @@ void Room::resume() {
 
 void Room::throw_if_broken() const {
   if (abandoned_.load(std::memory_order_acquire)) throw Failure("shardwise engine: the process ended while this was under way");
-  while (header().broken.load(std::memory_order_acquire) == 1) sched_yield();
-  if (header().broken.load(std::memory_order_acquire) == 2) throw Failure(header().reason);
+  uint32_t broken = header().broken.load(std::memory_order_acquire);
+  for (const int64_t until = now() + kReasonPatience; broken == 1; broken = header().broken.load(std::memory_order_acquire)) {
+    if (now() > until) throw Failure("shardwise engine: a rank of this host failed, and died before it could say why");
+    sched_yield();
+  }
+  if (broken == 2) throw Failure(header().reason);
 }
 
 void Room::fail(const std::string& reason) {

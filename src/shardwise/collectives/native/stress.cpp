@@ -1,6 +1,7 @@
 // A stress of the engine without torch, for the sanitizers: ranks as threads over one shared memory, or over several and
 // connections between them, random operations with checked results, messages beside them, and a group that breaks. While
-// hosts meet, a stranger calls at their gates. At the end, tasks in turn with callbacks that wait for tasks.
+// hosts meet, a stranger calls at their gates. Ahead of it means of integers; at the end tasks in turn with callbacks that
+// wait for tasks.
 // Built by tests/collectives/test_engine_build.py.
 //
 //   stress RANKS ROUNDS SEED [HOSTS]
@@ -306,10 +307,25 @@ void take_turns(unsigned seed) {
 
 }  // namespace
 
+// Means over more ranks than an element of 8 bits can count.
+template <class T>
+void mean_of(Number number) {
+  for (const size_t ranks : {100, 128, 200, 256, 300}) {
+    const std::vector<T> mine(3, 0), last{3, 99, 100};
+    std::vector<const void*> inputs(ranks, mine.data());
+    inputs.back() = last.data();
+    std::vector<T> mean(3, 7);
+    reduce({number, number}, Reduce::average, mean.data(), inputs, std::vector<double>(ranks, 1.0), mean.size(), ranks);
+    for (size_t i = 0; i < mean.size(); ++i) require(mean[i] == static_cast<T>(last[i] / ranks), "mean of integers");
+  }
+}
+
 int main(int count, char** words) {
   require(count == 4 || count == 5, "usage: stress RANKS ROUNDS SEED [HOSTS]");
   const int ranks = std::atoi(words[1]), rounds = std::atoi(words[2]), host_count = count == 5 ? std::atoi(words[4]) : 1;
   const unsigned seed = static_cast<unsigned>(std::atoi(words[3]));
+  mean_of<int8_t>(Number::i8);
+  mean_of<uint8_t>(Number::u8);
   const uint64_t token[2] = {11, 22};
   std::vector<std::vector<int>> hosts(host_count);
   for (int rank = 0; rank < ranks; ++rank) hosts[rank % host_count].push_back(rank);
