@@ -20,6 +20,7 @@ from tests.parity.jobs import check_agrees, facts_of, span_job
 CONTEXT = {"context_parallel_degree": 2}
 FULL = {"memory": {"activation_checkpointing": "full"}}
 UNEVEN = {"data": {"sequence_length": 13}}
+FROZEN = {"model": {"freeze": [".*embeddings", ".*layers.0"]}}  # the first mixer's state has no gradient
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
@@ -33,6 +34,7 @@ SLOW: list[tuple[str, str, int, dict[str, Any]]] = [  # task, type, ranks, setti
     ("seq2seq_lm", "bart", 2, {"data": {"sequence_length": 19}, "training": {"microbatch_size": 2}}),
     ("seq2seq_lm", "longt5", 2, {}),  # attention in chunks of its own
     ("causal_lm", "qwen3_next", 2, {**UNEVEN, **FULL}),  # a recurrent mixer and attention, by turns
+    ("causal_lm", "qwen3_next", 2, {**UNEVEN, **FULL, "model": {"freeze": [".*embed_tokens", ".*layers.0"]}}),
     ("causal_lm", "falcon_h1", 4, {"parallel": {"context_parallel_degree": 4}, "data": {"sequence_length": 27}}),
     ("causal_lm", "kimi_linear", 3, {"parallel": {"context_parallel_degree": 3}, **UNEVEN, **FULL}),
     ("causal_lm", "nemotron_h", 4, {"parallel": {**CONTEXT, "tensor_parallel_degree": 2}, **UNEVEN}),
@@ -65,7 +67,10 @@ def split_job(directory: Path, task: str, model_type: str, settings: dict[str, A
     )
 
 
-QUICK: list[tuple[str, str, int, dict[str, Any]]] = [("causal_lm", "mamba2", 2, UNEVEN)]  # states go from rank to rank
+QUICK: list[tuple[str, str, int, dict[str, Any]]] = [  # states go from rank to rank
+    ("causal_lm", "mamba2", 2, UNEVEN),
+    ("causal_lm", "mamba2", 2, {**UNEVEN, **FROZEN}),
+]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ class Handoffs:
 
     def give(self, values: Tensor, rank: int) -> Tensor:
         """Hand `values` to a rank of the group; the result, without elements that matter, is for `tied`."""
+        if torch.is_grad_enabled() and not values.requires_grad:
+            # Of frozen modules. Whoever takes them does not know that, and sends a gradient, which has to be taken:
+            # the next tensor from there would be mistaken for it.
+            values = values.detach().requires_grad_()
         way_back: Tensor = _Give.apply(values, self, rank)
         return way_back
 
