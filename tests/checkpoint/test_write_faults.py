@@ -385,9 +385,7 @@ def test_a_run_that_was_killed_as_it_replaced_a_checkpoint(tmp_path: Path) -> No
     ) == [FILE]
 
 
-def test_a_step_that_is_saved_again_is_there_at_every_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is killed between the two renames; whoever comes next finds the first save, and may replace it."""
     store, name = LocalStore(str(tmp_path)), checkpoint_name(1)
     store.begin(name)

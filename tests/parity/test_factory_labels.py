@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, T5ForConditionalGeneration
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
-from shardwise.model.discover import _labels_next_tokens
+from shardwise.model.discover import discover
+from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.session import Session
 from tests.parity.jobs import check_agrees, make_module_job
@@ -122,10 +124,82 @@ def test_heads_of_one_number_are_no_classifiers(tmp_path: Path, config: dict[str
         build_model(job)
 
 
-def test_a_class_tells_how_a_model_of_ones_own_takes_labels() -> None:
-    job = Job.model_validate({"model": {"factory": "a:b"}})
-    small = {name: value for name, value in CONFIG.items() if name != "model_type"}
-    causal = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**small))
-    decoder = T5ForConditionalGeneration(CONFIG_MAPPING["t5"](d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-    assert _labels_next_tokens(causal, job) and not _labels_next_tokens(decoder, job)
-    assert not _labels_next_tokens(torch.nn.Linear(2, 2), job)
+PLACES = {  # of labels, for a class of a model of one's own
+    "LlamaForCausalLM": "next",
+    "BartForCausalLM": "same",
+    "XLNetLMHeadModel": "same",
+    "BertForMaskedLM": "same",
+    "BertForSequenceClassification": "same",
+    "T5ForConditionalGeneration": "same",
+    "ProphetNetForCausalLM": "other",
+    "MixtralForCausalLM": "next",
+}
+
+
+def of_own(name: str, **settings: Any) -> Any:
+    """Return a toy of a class, without dropout."""
+    config = toy_config(re.split(r"For|LM", name)[0].lower(), **settings)
+    made = CONFIG_MAPPING[config.pop("model_type")](**config)
+    for key in [key for key in made.to_dict() if "drop" in key]:
+        setattr(made, key, 0.0)
+    torch.manual_seed(4)
+    return getattr(transformers, name)(made)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_class_tells_how_a_model_of_ones_own_takes_labels(name: str) -> None:
+    assert discover(of_own(name), Job.model_validate({"model": {"factory": "a:b"}})).given_labels == PLACES[name]
+
+
+def loss_of_a_step(model: Any, batch: dict[str, Tensor]) -> float | str:
+    """Return the loss of a step in a loop of one's own, with that of routers, or the refusal."""
+    sections: Any = {"training": {"steps": 1, "microbatch_size": 2}, "data": {"sequence_length": 8}}
+    try:
+        with Session(model=model, **sections, parallel={"device": "cpu"}, device=torch.device("cpu")) as session:
+            result, coefficient = session.step([batch], learning_rate=0.0), session.plan.balancing_coefficient
+    except (ConfigError, DataError) as error:
+        return str(error)
+    return result.loss + (coefficient * result.routers.balancing_loss if result.routers and coefficient else 0.0)
+
+
+OWN_LOOPS: list[tuple[str, dict[str, Any], dict[str, Tensor], str]] = [  # class, config, labels, refusal
+    *((name, {}, {}, "") for name in ("LlamaForCausalLM", "BartForCausalLM", "XLNetLMHeadModel", "BertForMaskedLM")),
+    ("T5ForConditionalGeneration", {}, {}, ""),
+    ("BertForSequenceClassification", {"num_labels": 3}, {"labels": torch.tensor([1, 2])}, ""),
+    ("BertForSequenceClassification", {"num_labels": 3}, {"labels": torch.rand(2, 3)}, r"labels of torch\.float32"),
+    ("BertForSequenceClassification", {"num_labels": 1}, {"labels": torch.tensor([0, 0])}, "is no mean cross-entropy"),
+    ("ProphetNetForCausalLM", {}, {}, "the loss of ProphetNetForCausalLM is no mean cross-entropy"),
+    ("MixtralForCausalLM", {"output_router_logits": True}, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "labels", "said"), OWN_LOOPS)
+def test_a_loop_of_ones_own_has_the_loss_of_the_class_or_says_so(
+    world_pool: WorldPool, name: str, config: dict[str, Any], labels: dict[str, Tensor], said: str
+) -> None:
+    ids = torch.randint(1, 40, (2, 8), generator=torch.Generator().manual_seed(5))
+    batch = {"input_ids": ids, "labels": ids.flip(0), **labels}
+    model = of_own(name, **config)
+    [outcome] = world_pool.run(1, loss_of_a_step, model, batch)
+    if said:
+        assert isinstance(outcome, str) and re.search(said, outcome)
+    else:
+        assert outcome == pytest.approx(float(model(**batch).loss), rel=1e-5)
+
+
+def test_labels_that_logits_have_no_places_for_are_named(world_pool: WorldPool) -> None:
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
+    [said] = world_pool.run(1, mismatched, batch)
+    assert "labels of the shape [2, 5] for logits of [2, 8] places" in said
+
+
+def mismatched(batch: dict[str, Tensor]) -> str:
+    with (
+        pytest.raises(DataError) as raised,
+        Session(
+            model=of_own("BertForMaskedLM"), training={"steps": 1, "microbatch_size": 2}, parallel={"device": "cpu"},
+            data={"sequence_length": 8}, device=torch.device("cpu"),
+        ) as session,
+    ):  # fmt: skip
+        session.step([batch])
+    return str(raised.value)

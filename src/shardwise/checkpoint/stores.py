@@ -188,7 +188,7 @@ class LocalStore:
         return self._path / f".{name}{_OLD}"
 
     def _place(self, name: str) -> Path:
-        """Where a checkpoint lies: one that a killed run was replacing still has its other name."""
+        """Return the place of a checkpoint: one that a killed run was replacing still has its other name."""
         place, old = self._path / name, self._old(name)
         return old if old.exists() and not os.path.lexists(place) else place
 

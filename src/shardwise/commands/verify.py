@@ -38,6 +38,7 @@ from shardwise.job.warmup_stages import SCHEDULES, WarmupStage
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import refuse_unguarded_script
 from shardwise.model.adapter_config import with_adapter
+from shardwise.model.class_loss import NEXT
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.draft import Draft
 from shardwise.plan.plan import resolve
@@ -334,7 +335,7 @@ def _source(job: Job, data: TokenData, facts: ModelFacts) -> Source:
     if data.sources:
         return MixtureSource(job, {source.name: _reader(source.job, source.data) for source in data.sources})
     if job.data.factory is not None:
-        return FactorySource(job, facts.labels_next_tokens)
+        return FactorySource(job, facts.given_labels == NEXT)
     if TASKS[job.model.task].reads_files:
         return FileSource(job)
     return _reader(job, data)

@@ -28,6 +28,7 @@ from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
 from shardwise.model.build import has_dropout
+from shardwise.model.class_loss import NEXT, SAME, class_loss
 from shardwise.model.experts import (
     BATCHED,
     NUMBER,
@@ -141,7 +142,7 @@ def _discover(
         embedding_parameters=_embedding_parameters(model, ties, forward),
         blocks=tuple(BlockFacts(name, _count([model.get_submodule(name)])) for name in blocks),
         **_capabilities(examined),
-        **_interface(model, job),
+        **_interface(model, job, example),
         **_forward_facts(job, forward),
         **_coupling(model, job, config, forward, example),
         adapters={},
@@ -271,11 +272,17 @@ def _experts(model: nn.Module, config: Any) -> dict[str, Any]:
         "routers": find_routers(model),
         "router_biases": correction_biases(model),
         "balancing_coefficient": float(getattr(config, "router_aux_loss_coef", None) or 0.0),
-        "adds_balancing_loss": bool(getattr(model, ADDS_LOSS, False)),
+        "adds_balancing_loss": _adds_balancing_loss(model),
         "experts_copied": getattr(config, "_experts_implementation", None) == BATCHED,
         "experts_grouped": computes_grouped(model),
         "experts_looped": computes_looped(model),
     }
+
+
+def _adds_balancing_loss(model: nn.Module) -> bool:
+    """Return whether a model would add its routers' loss to its own; one that we have built was told not to."""
+    asks = isinstance(model, PreTrainedModel) and getattr(model.config, "output_router_logits", False)
+    return bool(getattr(model, ADDS_LOSS, False) or asks)
 
 
 def _coupling(
@@ -349,7 +356,7 @@ def _writes(forward: ForwardProbe) -> dict[str, Any]:
     }
 
 
-def _interface(model: nn.Module, job: Job) -> dict[str, Any]:
+def _interface(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """Return what a model takes and returns; of a user's module nothing is known but that it has a loss."""
     is_pretrained = isinstance(model, PreTrainedModel)
     return {
@@ -358,19 +365,23 @@ def _interface(model: nn.Module, job: Job) -> dict[str, Any]:
         "computes_own_loss": not is_pretrained,
         "generates_text": is_pretrained,
         "has_config": is_pretrained,
-        "labels_next_tokens": _labels_next_tokens(model, job),
+        "given_labels": _given_labels(model, job, example) if isinstance(model, PreTrainedModel) else SAME,
         "classifies": TASKS[job.model.task].classifies,
     }
 
 
-def _labels_next_tokens(model: nn.Module, job: Job) -> bool:
-    """Return whether it takes labels as transformers' causal models do; of what a user has built its class tells."""
-    if not isinstance(model, PreTrainedModel):
-        return False
-    if job.model.path is not None or job.model.config is not None:
-        return TASKS[job.model.task].labels == "next"
+def _given_labels(model: PreTrainedModel, job: Job, example: Mapping[str, Tensor] | None) -> str:
+    """Return where labels of a loop or of `data.factory` stand for a model of transformers, as its class has them."""
+    is_users = job.model.factory is not None
+    if is_users or job.data.factory is not None:
+        inputs = example or token_inputs(model, min(LENGTH, job.data.sequence_length))
+        kind = class_loss(model, {name: value for name, value in inputs.items() if name != "labels"})
+        if kind:
+            return kind
+    if not is_users:
+        return NEXT if TASKS[job.model.task].labels == "next" else SAME
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
-    return type(model) in (causal if isinstance(causal, tuple) else (causal,))
+    return NEXT if type(model) in (causal if isinstance(causal, tuple) else (causal,)) else SAME
 
 
 @dataclass(frozen=True)

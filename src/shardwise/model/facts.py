@@ -321,7 +321,9 @@ class ModelFacts:
     capabilities: Mapping[Axis, Capability]  # of every axis; read by `supports`
     takes_token_ids: bool = True  # its forward is called with `input_ids` alone, all else follows
     returns_logits: bool = True  # its output has `logits`, of which the job takes the loss
-    labels_next_tokens: bool = False  # labels that it is given stand at their own token, one behind their logits
+    # Where labels that it is given stand: at the `same` place as their logits, or at the `next`, their own token's;
+    # `other`: its class takes another loss of them than we do.
+    given_labels: str = "same"
     computes_own_loss: bool = False  # its forward takes labels and returns the loss, unless the job has one
     classifies: bool = False  # its labels are classes, of samples or of tokens
     generates_text: bool = True  # a causal language model of it continues a prompt

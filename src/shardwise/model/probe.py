@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -380,6 +380,13 @@ class _EqualDtypes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class FakeRun(NamedTuple):
+    """What a forward on fake tensors has returned, and the values that are known of its tensors."""
+
+    output: Any
+    known: KnownValues
+
+
 def run_on_fakes(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -387,7 +394,7 @@ def run_on_fakes(
     dtype: torch.dtype,
     kept: Collection[str] = (),
     watching: AbstractContextManager[Any] | None = None,
-) -> None:
+) -> FakeRun:
     """Run the forward on fake tensors, inside `watching`; floats are of `dtype`, and of arguments `kept` of fp32."""
     with _fakes(assumes=isinstance(model, PreTrainedModel)) as known:
         state = fake_state(model, device, dtype)
@@ -397,7 +404,7 @@ def run_on_fakes(
         }
         _assume_inputs(known, model, inputs, arguments)
         with watching or nullcontext():
-            torch.func.functional_call(model, state, (), arguments)
+            return FakeRun(torch.func.functional_call(model, state, (), arguments), known)
 
 
 def output_on_fakes(module: nn.Module, arguments: tuple[Any, Any], dtype: torch.dtype) -> Any:

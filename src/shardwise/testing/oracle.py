@@ -378,7 +378,7 @@ class Oracle:
             inputs: dict[str, Any] = self._cast(rows.inputs)
             if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
-            if TASKS[self.job.model.task].labels == "decoder":
+            if TASKS[self.job.model.task].labels == "decoder" and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
             scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
             widened: Any = WithoutNarrowing() if self._widens else nullcontext()

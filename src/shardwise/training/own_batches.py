@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch, one_ahead
 from shardwise.errors import ConfigError
+from shardwise.model.class_loss import NEXT, OTHER
 from shardwise.parallel.objective import Objective
 from shardwise.training.loss_trial import LossTrials
 from shardwise.training.objectives.language_modelling import LanguageModelling
@@ -44,8 +45,8 @@ def as_batches(
         if not isinstance(microbatch, Batch):
             first = samples + (number * ranks + rank) * len(batch.rows)
             batch.rows += first
-        if batch.labels is None and has_own_loss and isinstance(assembled.objective, LanguageModelling):
-            raise ConfigError("a microbatch has no labels, of which the job takes its loss; give `labels` [B, S]")
+        if has_own_loss and isinstance(assembled.objective, LanguageModelling):
+            _check_labels(batch.labels, assembled)
         _check_rows(batch, assembled, len(microbatches))
         batches.append(batch)
     return batches
@@ -63,10 +64,26 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
     if not inputs:
         raise ConfigError("a microbatch has no tensor beside its labels; give the model's keyword arguments by name")
     labels = tensors.get("labels")
-    if labels is not None and assembled.facts.labels_next_tokens:
+    if labels is not None and assembled.facts.given_labels == NEXT:
         labels = one_ahead(labels)
     first = next(iter(inputs.values()))
     return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))
+
+
+def _check_labels(labels: Tensor | None, assembled: AssembledJob) -> None:
+    """Refuse labels of which the job cannot take its loss, or of which the model's class takes another."""
+    if labels is None:
+        raise ConfigError("a microbatch has no labels, of which the job takes its loss; give `labels` [B, S]")
+    way_out = "give step() and evaluate() a loss_function"
+    if labels.is_floating_point():
+        raise ConfigError(
+            f"a microbatch has labels of {labels.dtype}, and the job's loss is that of whole numbers; {way_out}"
+        )
+    if assembled.facts.given_labels == OTHER:
+        raise ConfigError(
+            f"the loss of {type(assembled.model.module).__name__} is no mean cross-entropy of its logits, which a "
+            f"step takes; {way_out}"
+        )
 
 
 def _check_rows(batch: Batch, assembled: AssembledJob, number: int) -> None:

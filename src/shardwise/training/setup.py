@@ -28,6 +28,7 @@ from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
 from shardwise.kernels.precision import LossScaler, has_float8
 from shardwise.model.build import build_model, construct_user_module, user_factory
+from shardwise.model.class_loss import NEXT
 from shardwise.model.construct import drawing_from
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
@@ -213,7 +214,7 @@ def _with_labels(data: TokenData, objective: LanguageModelling, facts: ModelFact
     classes = None
     if isinstance(objective, Classification):
         classes = objective.classes, int(job.model.task == "token_classification")
-    return data.with_labels(facts.labels_next_tokens, classes)
+    return data.with_labels(facts.given_labels == NEXT, classes)
 
 
 def _place_given(

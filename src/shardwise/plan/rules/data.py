@@ -7,6 +7,7 @@ from functools import partial
 from shardwise.job.data_section import ROW_FORMATS, STREAMED_FORMATS
 from shardwise.job.mixture import HUB_KEYS, fault_of
 from shardwise.model.added_tokens import frozen_embeddings
+from shardwise.model.class_loss import OTHER
 from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
@@ -168,6 +169,11 @@ RULES: tuple[Rule, ...] = (
          fix="use as many tokens as the model has logits",
          because=lambda d: f"{d.facts.family} has logits for {d.facts.fixed_logits} positions, however many tokens",
          use=lambda d: f"use {d.facts.fixed_logits}"),
+    Rule("class-loss", ("data.factory",), "labels of samples count as the model's class counts them",
+         lambda d: d.data.factory is not None and d.model.loss is None and d.facts.returns_logits
+         and not d.facts.classifies and d.facts.given_labels == OTHER,
+         fix="give the module by model.factory and its loss by model.loss=package.module:function",
+         because=lambda d: f"the loss of {d.facts.family}'s class is no mean cross-entropy of its logits"),
     *(idle(f"data-{key.replace('_', '-')}", f"data.{key}", "it is for rows of conversations and pairs",
            lambda d: not d.data.has_rows,
            "set data.format to chat, prompt_completion or preference, or leave it out") for key in ROW_KEYS),

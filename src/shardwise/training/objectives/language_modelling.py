@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import IGNORED, Batch
+from shardwise.errors import DataError
 from shardwise.job.tasks import TASKS
 from shardwise.kernels.attention.masks import document_mask
 from shardwise.kernels.loss import (
@@ -37,7 +38,10 @@ class LanguageModelling(Objective):
         training = model.plan.job.training
         self.labels = TASKS[model.plan.job.model.task].labels
         config: Any = model.module.config
-        self.decoder_start: int | None = config.decoder_start_token_id if self.labels == "decoder" else None
+        # A model of the user's own is called with what transformers would be: with labels alone, or with both.
+        is_users = model.plan.job.model.factory is not None and getattr(config, "is_encoder_decoder", False)
+        reads_labels = self.labels == "decoder" or is_users
+        self.decoder_start: int | None = config.decoder_start_token_id if reads_labels else None
         self.terms = LossTerms(training.label_smoothing, training.z_loss)
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
@@ -52,7 +56,7 @@ class LanguageModelling(Objective):
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         elif microbatch.document_ids is not None:
             inputs["attention_mask"] = document_mask(microbatch.document_ids, self.labels == "next", dtype)
-        if self.decoder_start is not None:
+        if self.decoder_start is not None and "decoder_input_ids" not in inputs:
             labels = microbatch.labels if microbatch.whole_labels is None else microbatch.whole_labels
             assert labels is not None
             inputs["decoder_input_ids"] = self._decoder_inputs(labels, self.decoder_start)
@@ -83,6 +87,12 @@ class LanguageModelling(Objective):
         """Return the summed cross-entropy in nats, of each label times its weight [B, S], where there are weights."""
         head, labels = self.model.head, microbatch.labels
         assert labels is not None
+        rows = output.logits.shape[:-1]
+        if labels.numel() != rows.numel():
+            raise DataError(
+                f"labels of the shape {list(labels.shape)} for logits of {list(rows)} places: a cross-entropy has one "
+                "label for each; give such labels, or a loss of your own (model.loss, or loss_function of a step)"
+            )
         if head is None:
             return cross_entropy_sum(output.logits, labels, terms, weights)
         return linear_cross_entropy(

@@ -124,6 +124,13 @@ CASES = {
         CPU4,
         replace(FACTS, fixed_logits=256),
     ),
+    "class-loss": case(
+        {"data": {"factory": "m:f"}},
+        {"data": {"factory": "m:f"}, "model": {"factory": "a:b", "loss": "m:f"}},
+        "is no mean cross-entropy of its logits; give the module by model.factory and its loss",
+        CPU4,
+        replace(FACTS, given_labels="other"),
+    ),
     **{
         f"data-{key.replace('_', '-')}": case(
             {"data": {"path": "p", key: value}}, {"data": {**CHAT, key: value}}, "set data.format to chat"

@@ -1,0 +1,87 @@
+"""Which loss a class of transformers takes of `logits` and `labels`: the cross-entropy that we take, or another.
+
+A class says nowhere whether its labels stand at their own token or at the logits that foretell them, and whether its
+loss is a cross-entropy at all (CTC, regression, a sum with a router's loss). So it computes its loss once, on fake
+tensors, with labels that are known: what `cross_entropy` is given there tells.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from shardwise.model.probe import copy_to_probe, run_on_fakes, try_devices
+
+IGNORED = -100  # of labels that are not counted, in torch and transformers
+TOKENS = ("decoder_input_ids", "input_ids")  # of which labels have the shape
+SAME, NEXT, OTHER, UNKNOWN = "same", "next", "other", ""
+
+
+class _CrossEntropy(TorchFunctionMode):
+    """A mode that records the calls of `cross_entropy` and what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Mapping[str, Any], Any]] = []
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is F.cross_entropy:
+            self.calls.append((inspect.signature(F.cross_entropy).bind(*args, **kwargs).arguments, result))
+        return result
+
+
+def class_loss(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> str:
+    """Return what the loss of a model's own code is, as far as it is a mean cross-entropy of `logits` and labels.
+
+    Args:
+        model: it stays as it is.
+        inputs: keyword arguments of a forward, without labels; of tensors shapes and dtypes count.
+
+    Returns:
+        `same`: of each label and the logits at its place; `next`: of each label and the logits one ahead of it;
+        `other`: another loss; empty where there is none, or the forward does not run on fake tensors.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return UNKNOWN
+    tokens = next((inputs[name] for name in TOKENS if name in inputs), next(iter(inputs.values())))
+    for shape in (tokens.shape[:2], tokens.shape[:1]):
+        labels = torch.arange(shape.numel()).reshape(shape)
+        kind, _ = try_devices(partial(_kind, model, inputs, labels))
+        if kind is not None:
+            return kind
+    return UNKNOWN
+
+
+def _kind(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor, device: str, dtype: torch.dtype) -> str:
+    recorded, arguments = _CrossEntropy(), {**inputs, "labels": labels}
+    if getattr(model.config, "output_router_logits", False):  # the routers' loss is added by us
+        arguments["output_router_logits"] = False
+    run = run_on_fakes(copy_to_probe(model), arguments, device, dtype, watching=recorded)
+    if len(recorded.calls) != 1 or run.output.loss is not recorded.calls[0][1]:
+        return OTHER
+    call = recorded.calls[0][0]
+    target = run.known.value_of(call["target"])
+    has_logits_of_each = run.output.logits.shape[:-1].numel() == labels.numel()
+    if target is None or not has_logits_of_each or not _is_plain(call):
+        return OTHER
+    if target.flatten().equal(labels.flatten()):
+        return SAME
+    ahead = labels[..., 1:]  # the last place is left out, or is not counted
+    forms = (ahead, F.pad(ahead, (0, 1), value=IGNORED))
+    return NEXT if any(target.flatten().equal(form.flatten()) for form in forms) else OTHER
+
+
+def _is_plain(call: Mapping[str, Any]) -> bool:
+    """Tell whether a call of `cross_entropy` gives the mean of the labels that are counted."""
+    is_mean = call.get("reduction", "mean") == "mean" and call.get("ignore_index", IGNORED) == IGNORED
+    return is_mean and call.get("weight") is None and not call.get("label_smoothing")
