@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from shardwise.data.streaming.block_cache import BlockCache
 from shardwise.data.streaming.definition import Position, StreamDefinition
 from shardwise.data.streaming.producer import StreamReader, joined_tokens
+from shardwise.data.streaming.rows import RowReader
 from shardwise.data.streaming.workers import Encoder
 from shardwise.data.text_encoder import TextEncoder
 from shardwise.errors import DataError
@@ -99,6 +101,26 @@ def test_damage_names_shard_and_row_and_is_skipped_where_asked(tmp_path: Path) -
     for buffer, _ in zip(reader.buffers(Position()), range(4), strict=False):
         assert buffer
     assert reader.skipped == {"part-001.jsonl": 4}
+
+
+@pytest.mark.parametrize("compression", ["", "gz"])
+@pytest.mark.parametrize("damage", ["header", "boundary", "in a header"])
+def test_a_tar_with_a_damaged_header_or_without_its_end_is_no_shorter_one(
+    damage: str, compression: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "tar", [[f"document {row}" for row in range(10)]])
+    content = bytearray((tmp_path / "part-000.tar").read_bytes())
+    fourth = 3 * 4 * 512  # a sample is two members of two blocks each
+    if damage == "header":
+        content[fourth + 5] ^= 0xFF
+    else:
+        del content[fourth + (100 if damage == "in a header" else 0) :]
+    path = tmp_path / f"damaged.tar.{compression}".rstrip(".")
+    path.write_bytes(gzip.compress(content) if compression else content)
+    rows = RowReader("webdataset", "text", False, None).values(path, "damaged.tar", 0)
+    assert [next(rows) for _ in range(2)] == [(0, "document 0"), (1, "document 1")]
+    with pytest.raises(DataError, match=r"^damaged.tar, row 2: the shard cannot .*: the archive is damaged or cut"):
+        next(rows)
 
 
 def test_gone_changed_and_dead_sources_are_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -119,13 +119,31 @@ def streamed_dataset(path: Path, start: int, column: str) -> Iterator[Numbered]:
             first += len(batch)
 
 
+class WholeArchiveMember(tarfile.TarInfo):
+    """A member of a tar in which a damaged header, or none before the end, is no end but an error."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        """Return the member that follows.
+
+        Raises:
+            ReadError: its header is damaged, or the archive is cut off before its end.
+        """
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # of the block of zeros that ends an archive
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"the archive is damaged or cut off here ({error})") from error
+
+
 def webdataset_rows(path: Path, start: int, column: str) -> Iterator[Numbered]:
     """Samples of a WebDataset tar: neighbouring members with one key; their extensions are the columns.
 
     A member `.json` is a dict of columns, `.txt` is text and is the column `text` as well.
     """
     number, key, sample = -1, None, dict[str, Any]()
-    with tarfile.open(path, "r|*") as archive:
+    with tarfile.open(path, "r|*", tarinfo=WholeArchiveMember) as archive:
         for member in archive:
             if not member.isfile():
                 continue
