@@ -130,6 +130,11 @@ def test_streams_of_a_mixture_that_are_no_longer_what_they_were(
     assert {key: after["position"][key] for key in before["position"] if key.startswith("c/")} == {
         key: value for key, value in before["position"].items() if key.startswith("c/")
     }
+    shorter = with_streams(corpora, tmp_path / "shorter", weights).model_dump()
+    streams = [source for source in shorter["data"]["sources"] if source["streaming"]]
+    shorter["data"] |= {"sequence_length": 8, "sources": streams, "curriculum": []}
+    with pytest.raises(WorldError, match=r"set data.sequence_length to 16"):
+        world_pool.run(1, train, resumed(Job.model_validate(shorter), resume=start, change_sources=True))
     shard = tmp_path / "a" / "3.jsonl"
     content, times = shard.read_text(), shard.stat()
     os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns + 1))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.load import check_data
+from shardwise.checkpoint.load import check_data, check_sample_length
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError, OutputError
 from shardwise.job.schema import Job
@@ -78,3 +78,16 @@ def test_other_data_is_refused_with_the_keys_that_differ() -> None:
         CheckpointError, match=r"on other data: data\.field was 'text' .* is 'body' now \(text: here: abc"
     ):
         check_data(manifest, FACTS | {"content": "def"}, "step-00000002", changes)
+
+
+def test_a_stream_goes_on_with_samples_of_the_same_length() -> None:
+    stream, job = {"shards": {"a.jsonl": "9 1"}}, {"data": {"sequence_length": 32}}
+    mixture = {"sources": {"a": stream, "b": {"sequences": 9}}}
+    for facts, now in ((stream, stream), (mixture, mixture)):
+        manifest = Manifest.model_construct(data=facts, job=job)
+        check_sample_length(manifest, 32, now, "step")
+        with pytest.raises(CheckpointError, match=r"=32, the job has 64 .* set data.sequence_length to 32"):
+            check_sample_length(manifest, 64, now, "step")
+    manifest = Manifest.model_construct(data=mixture, job=job)
+    check_sample_length(manifest, 64, {"sources": {"c": stream, "b": {"sequences": 9}}}, "step")  # a new stream
+    check_sample_length(Manifest.model_construct(data=stream, job={}), 64, stream, "step")  # it does not say

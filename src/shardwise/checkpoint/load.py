@@ -264,6 +264,7 @@ def check_fits(model: ParallelModel, manifest: Manifest, data: Mapping[str, Any]
     job = model.plan.job.model_dump(mode="json")
     changes = [*_changes(job, manifest, "data"), *_changes(job, manifest, "training", ("seed",))]
     check_data(manifest, data, path, changes)
+    check_sample_length(manifest, job["data"]["sequence_length"], data, path)
     _check_batch(model.plan, manifest, path)
     _check_schedules(job, manifest, path)
     _check_epochs(model.plan, manifest.progress, path)
@@ -330,6 +331,27 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], path: str, changes: 
             f"{path} was trained with validation sequences held out by {wrote}, this job holds them out by {reads} and "
             f"would train on some of them; set data.validation_split to {wrote}"
         )
+
+
+def check_sample_length(manifest: Manifest, reads: int, data: Mapping[str, Any], path: str) -> None:
+    """Refuse another length of the samples of a stream: how many were read tells which token comes next.
+
+    Raises:
+        CheckpointError: with both lengths.
+    """
+    wrote = manifest.job.get("data", {}).get("sequence_length", reads)
+    if wrote != reads and _streams(manifest.data) & _streams(data):
+        raise CheckpointError(
+            f"{path} was trained on a stream with data.sequence_length={wrote}, the job has {reads} and would leave "
+            f"tokens out, or read some again; set data.sequence_length to {wrote}, or start from exported weights with "
+            "model.path"
+        )
+
+
+def _streams(data: Mapping[str, Any]) -> set[str]:
+    """Return the names of the sources that are streams; "" of the only one."""
+    sources = data.get("sources") or {"": data}
+    return {name for name, source in sources.items() if source.get("shards")}
 
 
 def _check_batch(plan: Plan, manifest: Manifest, path: str) -> None:
