@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from shardwise.data.corpus import data_format
+from shardwise.data.streaming import fetch
 from shardwise.data.streaming.fetch import fetched_shard
 from shardwise.data.streaming.sources import find_shards
 from shardwise.errors import ConfigError, DataError
@@ -66,6 +69,31 @@ def test_urls_are_listed_fetched_and_checked(tmp_path: Path) -> None:
         memory.rm("/streams", recursive=True)
     with pytest.raises(DataError, match="memory://streams"):
         find_shards(DataSection(path="memory://streams", streaming=True))
+
+
+@pytest.mark.parametrize("failures", [1, 9])
+def test_a_fetch_that_fails_is_tried_again(failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/streams/a.jsonl", b'{"text": "x"}\n')
+    opened, left = memory.open, iter([OSError("the line is busy")] * failures)
+
+    def lost_sometimes(*arguments: Any, **options: Any) -> Any:
+        for error in left:
+            raise error
+        return opened(*arguments, **options)
+
+    try:
+        [shard] = find_shards(DataSection(path="memory://streams", streaming=True)).shards
+        monkeypatch.setattr(fetch, "PAUSE", 0.0)
+        monkeypatch.setattr(memory, "open", lost_sometimes)
+        with (
+            nullcontext() if failures == 1 else pytest.raises(DataError, match=r"a.jsonl cannot be fetched .* is busy"),
+            fetched_shard(shard, tmp_path, lambda **facts: None) as path,
+        ):
+            assert path.read_bytes() == b'{"text": "x"}\n'
+    finally:
+        memory.rm("/streams", recursive=True)
+    assert len(list(left)) == max(0, failures - fetch.TRIES)
 
 
 @pytest.mark.slow

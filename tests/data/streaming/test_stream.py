@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.data.streaming.block_cache import BlockCache
 from shardwise.data.streaming.definition import Position, StreamDefinition
+from shardwise.data.streaming.prepare import values_in_order
 from shardwise.data.streaming.producer import StreamReader, joined_tokens
 from shardwise.data.streaming.rows import RowReader
 from shardwise.data.streaming.workers import Encoder
@@ -121,6 +122,20 @@ def test_a_tar_with_a_damaged_header_or_without_its_end_is_no_shorter_one(
     assert [next(rows) for _ in range(2)] == [(0, "document 0"), (1, "document 1")]
     with pytest.raises(DataError, match=r"^damaged.tar, row 2: the shard cannot .*: the archive is damaged or cut"):
         next(rows)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_shards_that_change_or_vanish_are_no_damage_to_skip(skips: bool, tmp_path: Path) -> None:
+    write(tmp_path / "source", "jsonl", documents(5, 3))
+    definition, path = define(tmp_path / "source", skips=skips), tmp_path / "source" / "part-001.jsonl"
+    path.write_text("other")
+    reader = RowReader("jsonl", "text", False, None)
+    for words in ("has changed since it was listed", "has vanished"):
+        with pytest.raises(DataError, match=f"part-001.jsonl {words}"):
+            read_here(definition, tmp_path, 4000)
+        with pytest.raises(DataError, match=f"part-001.jsonl {words}"):
+            list(values_in_order(definition.shards, reader, skips))
+        path.unlink(missing_ok=True)
 
 
 def test_gone_changed_and_dead_sources_are_named(tmp_path: Path) -> None:

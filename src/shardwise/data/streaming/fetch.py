@@ -13,6 +13,8 @@ from shardwise.data.streaming.definition import Shard
 from shardwise.errors import DataError
 
 CHUNK = 1 << 20
+TRIES = 3
+PAUSE = 1.0  # seconds behind the first try that failed; each is longer
 
 
 def local_stamp(path: Path) -> tuple[int, str]:
@@ -41,23 +43,30 @@ def fetched_shard(shard: Shard, directory: Path, tell: Callable[..., None]) -> I
             yield Path(shard.url)
             return
         path = directory / f"shard{Path(shard.name).name}"
-        try:
-            _fetch(shard, path, tell)
-        except DataError:
-            raise
-        except Exception as error:  # each file system of fsspec has errors of its own
-            if isinstance(error, FileNotFoundError):
-                raise
-            reason = str(error).strip() or type(error).__name__
-            raise DataError(
-                f"{shard.name} cannot be fetched from {shard.url}: {reason}; is its server there?"
-            ) from error
+        _fetch_in_tries(shard, path, tell)
         try:
             yield path
         finally:
             path.unlink(missing_ok=True)
     except FileNotFoundError as error:
         raise DataError(f"{shard.name} has vanished: {shard.url} is not there any more; bring it back") from error
+
+
+def _fetch_in_tries(shard: Shard, path: Path, tell: Callable[..., None]) -> None:
+    """Fetch a shard's file, again where that fails: a request that is lost need not end a run."""
+    for number in range(1, TRIES + 1):
+        try:
+            return _fetch(shard, path, tell)
+        except (DataError, FileNotFoundError):
+            raise
+        except Exception as error:  # each file system of fsspec has errors of its own
+            if number == TRIES:
+                reason = str(error).strip() or type(error).__name__
+                raise DataError(
+                    f"{shard.name} cannot be fetched from {shard.url}: {reason}; is its server there?"
+                ) from error
+            time.sleep(number * PAUSE)
+    raise AssertionError("the last try ends with an error")
 
 
 def _fetch(shard: Shard, path: Path, tell: Callable[..., None]) -> None:

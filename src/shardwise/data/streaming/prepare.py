@@ -88,16 +88,20 @@ def find_stream(data: DataSection, source: str = "") -> StreamCorpus:
 
 
 def values_in_order(shards: Sequence[Shard], reader: RowReader, skips: bool) -> Iterator[Value]:
-    """Yield the values of all rows, shard by shard as they are listed."""
+    """Yield the values of all rows, shard by shard as they are listed; `skips`: what cannot be read of one is none.
+
+    Raises:
+        DataError: a shard is missing or changed, or is damaged and not skipped.
+    """
     with TemporaryDirectory(prefix="shardwise-stream-") as directory:
         for shard in shards:
-            try:
-                with fetched_shard(shard, Path(directory), lambda **facts: None) as path:
+            with fetched_shard(shard, Path(directory), lambda **facts: None) as path:
+                try:
                     for _, value in reader.values(path, shard.name, 0):
                         yield value
-            except DataError:
-                if not skips:
-                    raise
+                except DataError:
+                    if not skips:
+                        raise
 
 
 class PreparedStream:

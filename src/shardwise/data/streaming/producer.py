@@ -96,16 +96,16 @@ class StreamReader:
         shard = self.definition.shard(number)
         self.tell(shard=shard.name, stage="opening")
         row = start - 1
-        try:
-            with fetched_shard(shard, self.directory, self.tell) as path:
-                self.tell(stage="reading")
+        with fetched_shard(shard, self.directory, self.tell) as path:
+            self.tell(stage="reading")
+            try:
                 for row, value in self.rows.values(path, shard.name, start):
                     yield row, value
-        except DataError:
-            if not self.definition.skips_bad_files:
-                raise
-            self.skipped[shard.name] = row + 1
-            self.tell(skipped=self.skipped)
+            except DataError:  # of what the shard holds: a host that skipped more than others would read other tokens
+                if not self.definition.skips_bad_files:
+                    raise
+                self.skipped[shard.name] = row + 1
+                self.tell(skipped=self.skipped)
 
 
 class Status:
