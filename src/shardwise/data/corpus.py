@@ -222,6 +222,11 @@ def find_corpus(data: DataSection) -> Corpus:
     )
 
 
+def named_files(data: DataSection) -> tuple[Path, ...]:
+    """Return all files that `data.path` names, of any kind, with those in its directories."""
+    return _files(_expand(data), "text")
+
+
 def stdlib_files() -> tuple[Path, ...]:
     """Sources of the running Python's standard library without its tests, in a fixed mixed order.
 

@@ -123,6 +123,59 @@ def test_names_of_the_hub_are_read_from_a_mirror(tmp_path: Path) -> None:
     assert "cannot be listed" in lines[5] and "cannot be listed" in lines[6]
 
 
+def shards_of(path: Path | str, **keys: Any) -> list[str]:
+    return [shard.name for shard in find_shards(DataSection(path=str(path), streaming=True, **keys)).shards]
+
+
+def test_shards_of_two_kinds_are_refused_unless_the_format_picks_one(tmp_path: Path) -> None:
+    for kind in ("tar", "jsonl"):
+        write(tmp_path, kind, documents(1, 2))
+    for path in (tmp_path, tmp_path / "*"):
+        with pytest.raises(ConfigError, match=r"tars and jsonl; set data.format to jsonl, or give a path of one kind"):
+            shards_of(path)
+        with pytest.raises(ConfigError, match=r"tars and jsonl; give a path of one kind"):
+            shards_of(path, format="tokens")
+        assert shards_of(path, format="jsonl") == ["part-000.jsonl", "part-001.jsonl"]
+    with pytest.raises(DataError, match=r"part-000.tar' holds no jsonl; set data.format to auto"):
+        shards_of(tmp_path / "part-000.tar", format="jsonl")
+    for pattern in ("*.tar", "part-00[01].tar", "part-00?.tar"):
+        assert shards_of(tmp_path / pattern, format="tokens") == ["part-000.tar", "part-001.tar"]
+    write(tmp_path / "alone", "tar", documents(1, 1))
+    (tmp_path / "alone" / "sizes.json").write_text("{}")
+    assert shards_of(tmp_path / "alone") == ["part-000.tar"]
+
+
+def test_tars_in_hidden_folders_are_left_out_and_linked_ones_read(tmp_path: Path) -> None:
+    for folder in ("elsewhere", "source/a", "source/.kept"):
+        write(tmp_path / folder, "tar", documents(1, 1))
+    (tmp_path / "source" / "b").symlink_to(tmp_path / "elsewhere")
+    assert shards_of(tmp_path / "source") == ["a/part-000.tar", "b/part-000.tar"]
+
+
+def test_a_format_picks_shards_at_a_url() -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("a.jsonl", "b.parquet"):
+        memory.pipe(f"/streams/{name}", b"{}")
+    try:
+        with pytest.raises(DataError, match=r"format=auto holds jsonl and parquet; .* give a path of one kind"):
+            shards_of("memory://streams")
+        assert shards_of("memory://streams", format="parquet") == ["b.parquet"]
+        with pytest.raises(DataError, match=r"format=dataset holds jsonl and parquet"):
+            shards_of("memory://streams", format="dataset")
+    finally:
+        memory.rm("/streams", recursive=True)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tar", "dataset"])
+def test_no_two_shards_have_one_name(kind: str, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        write(tmp_path / folder, kind, documents(1, 1))
+    end, keys = ("", {"format": "dataset"}) if kind == "dataset" else (f"/*.{kind}", {})
+    name = "data-00000.arrow" if kind == "dataset" else f"part-000.{kind}"
+    assert shards_of(f"{tmp_path}/*{end}", **keys) == [f"a/{name}", f"b/{name}"]
+    assert shards_of(f"{tmp_path}/a*{end}", **keys) == [name]
+
+
 def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match=r"\*\*\*@host") as raised:
         data_format(DataSection(path="https://me:secret@host/part.jsonl", streaming=True))

@@ -7,19 +7,21 @@ configs, splits and revisions mean what they mean there; `HF_ENDPOINT` names ano
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.data.compressed import content_suffix
-from shardwise.data.corpus import SUFFIXES, find_corpus
+from shardwise.data.corpus import SUFFIXES, Corpus, find_corpus, named_files
 from shardwise.data.generated import is_function
 from shardwise.data.remote_tokens import is_url
 from shardwise.data.streaming.definition import Shard
 from shardwise.data.streaming.fetch import local_stamp, remote_stamp
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
+from shardwise.words import one_of
 
 STREAMED = {**SUFFIXES, ".tar": "webdataset"}
 CONTAINERS = ("jsonl", "parquet", "webdataset", "dataset")
@@ -47,8 +49,8 @@ def find_shards(data: DataSection) -> FoundShards:
             "streaming out"
         )
     if is_url(path):
-        return _of_url(path)
-    archives = _archives(path)
+        return _of_url(data)
+    archives = _archives(data)
     return _local(archives, "webdataset", path) if archives else _of_corpus(data)
 
 
@@ -61,16 +63,25 @@ def describe_listing(listing: FoundShards, data: DataSection) -> str:
     return f"stream of {listing.container}: {where}, {count:,} shard{'s' * (count != 1)}, {shown}"
 
 
-def _archives(path: str) -> list[Path]:
-    """Return the tars that a local path names."""
-    whole = Path(path).expanduser()
-    if whole.is_dir():
-        candidates = sorted(whole.rglob("*"))
-    elif whole.is_file():
-        candidates = [whole]
-    else:
-        candidates = sorted(Path(whole.anchor or ".").glob(str(whole.relative_to(whole.anchor)))) if "*" in path else []
-    return [file for file in candidates if content_suffix(file) == ".tar"]
+def _archives(data: DataSection) -> list[Path]:
+    """Return the tars that a local path names, where no format asks for other shards.
+
+    Raises:
+        ConfigError: other shards lie beside them.
+    """
+    if data.format in SUFFIXES.values() or data.format == "dataset":
+        return []
+    files = named_files(data)
+    kinds = {STREAMED.get(content_suffix(file)) for file in files if content_suffix(file) != ".json"} - {None}
+    if "webdataset" not in kinds:
+        return []
+    if others := sorted(map(str, kinds - {"webdataset"})):
+        choice = f"set data.format to {one_of(others)}, or " if data.format == "auto" else ""
+        raise ConfigError(
+            f"data.path={data.path!r} with data.streaming holds WebDataset tars and {' and '.join(others)}; {choice}"
+            "give a path of one kind, as DIRECTORY/*.tar"
+        )
+    return sorted(file for file in files if content_suffix(file) == ".tar")
 
 
 def _of_corpus(data: DataSection) -> FoundShards:
@@ -81,9 +92,19 @@ def _of_corpus(data: DataSection) -> FoundShards:
             "Parquet, WebDataset tars and saved data sets; convert it, or leave streaming out"
         )
     if corpus.container != "dataset":
-        return _local(corpus.files, corpus.container, str(data.path))
+        return _local(_of_kind(corpus), corpus.container, str(data.path))
     files = [file for directory in corpus.files for file in _arrow_files(directory)]
     return _local(files, "dataset", str(data.path))
+
+
+def _of_kind(corpus: Corpus) -> list[Path]:
+    """Return the files of a corpus but those that are shards of another kind, which a glob may match too."""
+    files = [file for file in corpus.files if STREAMED.get(content_suffix(file), corpus.container) == corpus.container]
+    if not files:
+        raise DataError(
+            f"data.path={corpus.path!r} holds no {corpus.container}; set data.format to auto, or give another path"
+        )
+    return files
 
 
 def _arrow_files(directory: Path) -> list[Path]:
@@ -101,11 +122,9 @@ def _arrow_files(directory: Path) -> list[Path]:
 
 
 def _local(files: Sequence[Path], container: str, path: str) -> FoundShards:
-    root = Path(path).expanduser().absolute()
     shards = []
-    for file in files:
+    for file, name in zip(files, _names(files, Path(path).expanduser()), strict=True):
         absolute = file.absolute()
-        name = absolute.relative_to(root).as_posix() if root in absolute.parents else absolute.name
         try:
             shards.append(Shard(str(absolute), name, *local_stamp(absolute)))
         except OSError as error:
@@ -113,9 +132,19 @@ def _local(files: Sequence[Path], container: str, path: str) -> FoundShards:
     return FoundShards(tuple(shards), container)
 
 
-def _of_url(path: str) -> FoundShards:
+def _names(files: Sequence[Path], path: Path) -> list[str]:
+    """Return a name for each file, no two alike: below a directory, or its last part where that will do."""
+    last = [file.name for file in files]
+    if not path.is_dir() and len(set(last)) == len(last):
+        return last
+    root = path if path.is_dir() else Path(os.path.commonpath([file.absolute().parent for file in files]))
+    return [file.absolute().relative_to(root.absolute()).as_posix() for file in files]
+
+
+def _of_url(data: DataSection) -> FoundShards:
     from fsspec.core import url_to_fs
 
+    path = str(data.path)
     try:
         system, inner = url_to_fs(path)
         if any(letter in path for letter in "*?["):
@@ -130,7 +159,8 @@ def _of_url(path: str) -> FoundShards:
         raise DataError(
             f"data.path={path!r} cannot be listed: {type(error).__name__}: {reason}; is its server there?"
         ) from error
-    return _remote({system.unstrip_protocol(name): info for name, info in infos.items()}, f"data.path={path!r}")
+    urls = {system.unstrip_protocol(name): info for name, info in infos.items()}
+    return _remote(urls, f"data.path={path!r}", data.format)
 
 
 def _of_hub(data: DataSection) -> FoundShards:
@@ -154,17 +184,21 @@ def _of_hub(data: DataSection) -> FoundShards:
             f"{where} cannot be listed: {type(error).__name__}: {first_line}; is the name right, and the Hub "
             "(HF_ENDPOINT) in reach?"
         ) from error
-    return _remote(infos, where)
+    return _remote(infos, where, data.format)
 
 
-def _remote(infos: dict[str, dict[str, Any]], where: str) -> FoundShards:
-    """Return the shards among files at URLs, all of one kind."""
+def _remote(infos: dict[str, dict[str, Any]], where: str, wanted: str) -> FoundShards:
+    """Return the shards among files at URLs, all of one kind: the wanted one, where a format names it."""
     kinds = {url: STREAMED.get(content_suffix(Path(posixpath.basename(url)))) for url in infos}
-    names = sorted({kind for kind in kinds.values() if kind})
+    present = sorted({kind for kind in kinds.values() if kind})
+    names = [kind for kind in present if wanted in ("auto", "tokens", kind)]
     if len(names) != 1:
-        what = "no shard" if not names else " and ".join(names)
-        raise DataError(f"{where} holds {what}; a stream reads JSON lines, Parquet or WebDataset tars, one of them")
-    urls = [url for url, kind in kinds.items() if kind]
+        what = " and ".join(present) or "no shard"
+        raise DataError(
+            f"{where} with data.format={wanted} holds {what}; a stream reads JSON lines, Parquet or WebDataset tars, "
+            "one of them; give a path of one kind, as DIRECTORY/*.jsonl, and the data.format that it has, or auto"
+        )
+    urls = [url for url, kind in kinds.items() if kind == names[0]]
     places = {url: url.partition("://")[2] for url in urls}
     root = posixpath.commonpath([posixpath.dirname(place) for place in places.values()])
     shards = [Shard(url, places[url].removeprefix(root).lstrip("/"), *remote_stamp(infos[url])) for url in urls]
