@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.data.corpus import find_corpus, with_format
 from shardwise.data.evaluation_sets import job_of_set
@@ -107,6 +109,28 @@ def test_a_manifest_names_nothing_outside_of_its_directory(make_job: JobMaker, t
     with pytest.raises(DataError, match="not below it"):
         prepare(make_job(**shared_job_keys(f"file://{tmp_path / 'bad'}", tmp_path)))
     assert not list(tmp_path.rglob("escaped"))
+
+
+REFUSED = {
+    "is missing; copy the directory there again": FileNotFoundError(2, "No such file"),
+    "cannot be fetched: PermissionError: .*may this user read": PermissionError("Access Denied"),
+    r"the cache .* cannot be written \(.*No space left": OSError(errno.ENOSPC, "No space left on device"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_file_that_does_not_come_is_no_cache_that_cannot_be_written(
+    message: str, make_job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise REFUSED[message]
+
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / COMPLETE).write_text(json.dumps({"shared": {"files": {"hashes.arrow": [0, ""]}}}))
+    monkeypatch.setattr(LocalFileSystem, "get_file", refuse)
+    where = "" if message.startswith("the cache") else f"{tmp_path}/far/hashes.arrow "
+    with pytest.raises(DataError, match=f"^{where}{message}"):
+        prepare(make_job(**shared_job_keys(f"file://{tmp_path / 'far'}", tmp_path)))
 
 
 def test_a_directory_of_rows_gives_the_samples_of_its_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Nothing there can be renamed, so a directory is complete when its manifest is th
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from shardwise.cache import cache_root
 from shardwise.data.store import COMPLETE, build_once, digest
 from shardwise.errors import ConfigError, DataError
 from shardwise.words import without_password
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk
 
 
 def is_url(path: str) -> bool:
@@ -54,8 +57,22 @@ def _fetch(system: Any, root: str, manifest: bytes, target: Path) -> None:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise DataError(f"{root}/{COMPLETE} names {name!r}, which is not below it; write it with data prepare")
         (target / name).parent.mkdir(exist_ok=True)
-        system.get_file(f"{root}/{name}", str(target / name))
+        _fetch_file(system, f"{root}/{name}", target / name)
     (target / COMPLETE).write_bytes(manifest)
+
+
+def _fetch_file(system: Any, source: str, target: Path) -> None:
+    """Copy one file into the cache; an error of its own but a full disk is of the source, and not of the cache."""
+    try:
+        system.get_file(source, str(target))
+    except FileNotFoundError as error:
+        raise DataError(f"{source} is missing; copy the directory there again") from error
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise DataError(
+            f"{source} cannot be fetched: {type(error).__name__}: {error}; is its server there, and may this user read?"
+        ) from error
 
 
 def upload(directory: Path, url: str) -> None:
