@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pyarrow import parquet
 
 from shardwise.data import readers
 from shardwise.data.corpus import Corpus, data_format, find_corpus, stdlib_files
+from shardwise.data.streaming.sources import describe_listing, find_shards
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
 from tests.data.conftest import TEXTS
@@ -94,6 +96,31 @@ def test_a_directory_of_jsonl_ignores_other_files(tmp_path: Path) -> None:
     (tmp_path / "in" / "README.md").write_text("not data")
     (tmp_path / "in" / "info.json").write_text("{}")
     assert documents(corpus_of(path=str(tmp_path / "in"))) == ["a", "b"]
+
+
+def test_json_files_that_are_left_out_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "in", "jsonl", {"text": ["a"]})
+    (tmp_path / "in" / "below").mkdir()
+    (tmp_path / "in" / "below" / "rows.json").write_text('{"text": "b"}')
+    corpus = corpus_of(path=str(tmp_path / "in"))
+    assert documents(corpus) == ["a"] and corpus.describe().endswith("1 file, 15 bytes, without 1 .json file")
+    stream = DataSection(path=str(tmp_path / "in"), streaming=True)
+    assert describe_listing(find_shards(stream), stream).endswith("1 shard, 15 bytes, without 1 .json file")
+    assert documents(corpus_of(path=str(tmp_path / "in" / "**" / "*.json*"))) == ["b", "a"]
+
+
+def test_a_directory_that_cannot_be_read_is_named(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = os.scandir
+    (text_directory / "locked").mkdir()
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("locked"):  # root may read what nobody may
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"locked cannot be read: Permission denied; let this user read it, or name"):
+        corpus_of(path=str(text_directory))
 
 
 def test_long_documents_come_in_pieces(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

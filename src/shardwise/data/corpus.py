@@ -51,13 +51,14 @@ class Corpus:
     size: int  # bytes
     path: str | None = None  # data.path, for messages
     filter: RowFilter | None = None  # the rows that are read; None: all
+    left_out: int = 0  # *.json of a directory whose rows are in *.jsonl
 
     def describe(self) -> str:
         """For the display."""
         where = "the Python standard library" if self.format == "stdlib" else str(_common(self.files))
         files = f"{len(self.files):,} file{'s' * (len(self.files) != 1)}"
         size = f"{self.size / 1e6:.1f} MB" if self.size >= 1e5 else f"{self.size:,} bytes"
-        return f"{self.format}: {where}, {files}, {size}"
+        return f"{self.format}: {where}, {files}, {size}{words_of_left_out(self.left_out)}"
 
     def emptiness(self, unit: str) -> str:
         """Return the message for a corpus in which no document has any `unit`."""
@@ -185,11 +186,12 @@ def find_corpus(data: DataSection) -> Corpus:
         )
     name = data_format(data)
     if name == "stdlib":
-        files, container = stdlib_files(), "text"
+        files, container, left_out = stdlib_files(), "text", 0
     else:
         paths = _expand(data)
         container = _container(paths, name)
         files = _files(paths, container)
+        left_out = _left_out(paths, files) if container == "jsonl" else 0
     if container == "text" and data.field != DataSection().field:
         raise ConfigError(
             f"data.field={data.field!r} with data.format={name}: a text file is one document and has no columns; "
@@ -219,7 +221,13 @@ def find_corpus(data: DataSection) -> Corpus:
         size=size,
         path=data.path,
         filter=row_filter,
+        left_out=left_out,
     )
+
+
+def words_of_left_out(left_out: int) -> str:
+    """Return what a description of files says of *.json that are left out."""
+    return f", without {left_out:,} .json file{'s' * (left_out != 1)}" if left_out else ""
 
 
 def named_files(data: DataSection) -> tuple[Path, ...]:
@@ -324,7 +332,7 @@ def _files(paths: list[Path], container: str) -> tuple[Path, ...]:
 
 
 def _inside(folder: Path, container: str) -> list[Path]:
-    """Files of a directory in the container's format; *.json only where there is no *.jsonl beside it."""
+    """Files of a directory in the container's format; *.json only where there is no *.jsonl in it or below."""
     files = _walk(folder)
     if container == "text":
         return files
@@ -332,16 +340,32 @@ def _inside(folder: Path, container: str) -> list[Path]:
     return [file for file in fitting if content_suffix(file) != ".json"] or fitting
 
 
+def _left_out(paths: Sequence[Path], files: Sequence[Path]) -> int:
+    """Count the *.json of directories that are not among the files."""
+    below = {file for path in paths if path.is_dir() for file in _walk(path)}
+    return sum(content_suffix(file) == ".json" for file in below.difference(files))
+
+
 def _walk(folder: Path) -> list[Path]:
-    """All files below `folder` that are not hidden, sorted. Links are followed, each directory is read once."""
+    """All files below `folder` that are not hidden, sorted. Links are followed, each directory is read once.
+
+    Raises:
+        DataError: a directory cannot be read.
+    """
     files = []
     directories = {os.path.realpath(folder)}
-    for parent, subfolders, names in os.walk(folder, followlinks=True):
+    for parent, subfolders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         visible = sorted(name for name in subfolders if not name.startswith("."))
         visible.sort(key=lambda name: Path(parent, name).is_symlink())  # a directory's own name wins
         subfolders[:] = [name for name in visible if _is_new(Path(parent, name), directories)]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(files)
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(
+        f"{error.filename} cannot be read: {error.strerror}; let this user read it, or name the files by a glob"
+    ) from error
 
 
 def _is_new(folder: Path, directories: set[str]) -> bool:

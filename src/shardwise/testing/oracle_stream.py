@@ -43,7 +43,7 @@ class StreamSource(TokenSource):
     def __init__(self, job: Job, tokenizer_directory: str | None) -> None:
         self.job, self.seed, self.length = job, job.training.seed, job.data.sequence_length
         self.causal, self.is_by_place = job.model.task == "causal_lm", True
-        self.shards, self.container = find_shards(job.data)
+        self.shards, self.container, _ = find_shards(job.data)
         if any("://" in shard.url for shard in self.shards):
             raise ConfigError(
                 f"data.path={job.data.path or job.data.dataset!r}: verify reads a stream a second time by itself, from "

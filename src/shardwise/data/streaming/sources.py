@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.data.compressed import content_suffix
-from shardwise.data.corpus import SUFFIXES, Corpus, find_corpus, named_files
+from shardwise.data.corpus import SUFFIXES, Corpus, find_corpus, named_files, words_of_left_out
 from shardwise.data.generated import is_function
 from shardwise.data.remote_tokens import is_url
 from shardwise.data.streaming.definition import Shard
@@ -28,10 +28,15 @@ CONTAINERS = ("jsonl", "parquet", "webdataset", "dataset")
 
 
 class FoundShards(NamedTuple):
-    """The shards of a source, and how one is read."""
+    """The shards of a source, and how one is read.
+
+    Attributes:
+        left_out: files beside them that are not read (`Corpus.left_out`).
+    """
 
     shards: tuple[Shard, ...]
     container: str
+    left_out: int = 0
 
 
 def find_shards(data: DataSection) -> FoundShards:
@@ -60,7 +65,8 @@ def describe_listing(listing: FoundShards, data: DataSection) -> str:
     size = sum(shard.size for shard in listing.shards)
     count = len(listing.shards)
     shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size:,} bytes"
-    return f"stream of {listing.container}: {where}, {count:,} shard{'s' * (count != 1)}, {shown}"
+    shards = f"{count:,} shard{'s' * (count != 1)}"
+    return f"stream of {listing.container}: {where}, {shards}, {shown}{words_of_left_out(listing.left_out)}"
 
 
 def _archives(data: DataSection) -> list[Path]:
@@ -92,7 +98,7 @@ def _of_corpus(data: DataSection) -> FoundShards:
             "Parquet, WebDataset tars and saved data sets; convert it, or leave streaming out"
         )
     if corpus.container != "dataset":
-        return _local(_of_kind(corpus), corpus.container, str(data.path))
+        return _local(_of_kind(corpus), corpus.container, str(data.path))._replace(left_out=corpus.left_out)
     files = [file for directory in corpus.files for file in _arrow_files(directory)]
     return _local(files, "dataset", str(data.path))
 
