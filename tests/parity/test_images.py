@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.data.images import read_image
+from shardwise.data.images import open_images, read_image
 from shardwise.data.prepare import prepare
 from shardwise.errors import ConfigError, DataError, LegalityError, ModelError
 from shardwise.job.schema import Job
@@ -104,6 +104,24 @@ def test_rows_hold_names_or_numbers_of_classes(tmp_path: Path) -> None:
 def test_rows_that_are_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=says):
         prepare(image_job(rows_file(tmp_path, row)))
+
+
+def folder_rows(job: Job) -> list[str]:
+    rows, _ = open_images(job, None)
+    return [f"{row.columns['image']} {row.columns['label']}" for row in rows]
+
+
+def test_folders_of_images_are_read_as_any_directory(tmp_path: Path) -> None:
+    """Links are followed, hidden files left out."""
+    images = write_folders(tmp_path / "images", 1)
+    (images / "dog").rename(tmp_path / "elsewhere")
+    (images / "dog").symlink_to(tmp_path / "elsewhere")
+    (images / "cat" / ".copies").mkdir()
+    for copy in (".1.png", ".copies/0.png"):
+        (images / "cat" / copy).write_bytes((images / "cat" / "0.png").read_bytes())
+    assert folder_rows(image_job(images)) == ["cat/0.png cat", "dog/0.png dog", "owl/0.png owl"]
+    with pytest.raises(ConfigError, match=r"images/\*' with data.format=image_folder is no directory; give the one"):
+        folder_rows(image_job(images / "*"))
 
 
 def test_a_broken_image_is_named(tmp_path: Path) -> None:

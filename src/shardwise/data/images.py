@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.corpus import IMAGE_SUFFIXES, data_format
+from shardwise.data.corpus import IMAGE_SUFFIXES, data_format, named_files
 from shardwise.data.file_rows import FileDataset, FileRow, read_rows
 from shardwise.data.processors import IMAGES, open_processor
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import Job
 from shardwise.job.tasks import TASKS
 from shardwise.model.build import load_config
@@ -71,9 +71,19 @@ def open_images(job: Job, model_vocabulary: int | None) -> tuple[list[FileRow], 
 
 
 def _rows_of_folders(job: Job) -> list[FileRow]:
-    """Return a row for each image of a directory with a folder for each class, by their paths."""
-    root = Path(str(job.data.path))
-    files = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+    """Return a row for each image of a directory with a folder for each class, by their paths.
+
+    Raises:
+        ConfigError: the path is no directory.
+        DataError: an image is in no folder.
+    """
+    root = Path(str(job.data.path)).expanduser()
+    if not root.is_dir():
+        raise ConfigError(
+            f"data.path={job.data.path!r} with data.format=image_folder is no directory; give the one that holds a "
+            "folder for each class"
+        )
+    files = [path for path in named_files(job.data) if path.suffix.lower() in IMAGE_SUFFIXES]
     loose = next((path for path in files if path.parent == root), None)
     if loose is not None:
         raise DataError(f"{loose} lies in no folder of a class; move it into one, or give rows with image and label")
