@@ -124,6 +124,12 @@ def test_folders_of_images_are_read_as_any_directory(tmp_path: Path) -> None:
         folder_rows(image_job(images / "*"))
 
 
+def test_a_filter_of_folders_of_images_is_refused(tmp_path: Path) -> None:
+    job = image_job(write_folders(tmp_path / "images", 1), data={"filter": {"label": "cat"}})
+    with pytest.raises(ConfigError, match=r"filter=\{'label': 'cat'\} .*=image_folder: .* leave data.filter out"):
+        prepare(job)
+
+
 def test_a_broken_image_is_named(tmp_path: Path) -> None:
     (write_folders(tmp_path / "images") / "cat" / "1.png").write_bytes(b"no image")
     data = prepare(image_job(tmp_path / "images"))

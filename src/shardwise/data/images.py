@@ -74,7 +74,7 @@ def _rows_of_folders(job: Job) -> list[FileRow]:
     """Return a row for each image of a directory with a folder for each class, by their paths.
 
     Raises:
-        ConfigError: the path is no directory.
+        ConfigError: the path is no directory, or rows are to be filtered.
         DataError: an image is in no folder.
     """
     root = Path(str(job.data.path)).expanduser()
@@ -82,6 +82,11 @@ def _rows_of_folders(job: Job) -> list[FileRow]:
         raise ConfigError(
             f"data.path={job.data.path!r} with data.format=image_folder is no directory; give the one that holds a "
             "folder for each class"
+        )
+    if job.data.filter is not None:
+        raise ConfigError(
+            f"data.filter={job.data.filter!r} with data.format=image_folder: an image in a folder has no columns; "
+            "leave data.filter out, or give rows with image and label"
         )
     files = [path for path in named_files(job.data) if path.suffix.lower() in IMAGE_SUFFIXES]
     loose = next((path for path in files if path.parent == root), None)
