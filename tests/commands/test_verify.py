@@ -16,9 +16,10 @@ import torch
 
 import shardwise
 from shardwise._torch_compat.tracing import FakeTensorMode
-from shardwise.commands.verify import cut_depth, run_verify
+from shardwise.commands.verify import _layouts, cut_depth, run_verify
 from shardwise.errors import ConfigError, MachineError
 from shardwise.job.schema import Job
+from shardwise.job.sources import load_job
 from shardwise.model.build import load_config
 from shardwise.testing.comparison import Difference, Tolerance, VerifyReport, compare_tensors, relative_error
 from shardwise.testing.fused_dropout import fused_dropout_off
@@ -84,11 +85,38 @@ def test_an_optimizer_class_of_ones_own_is_verified(corpora: Path) -> None:
 def test_another_layout_as_reference(corpora: Path) -> None:
     """Other number of workers, other batch arithmetic; both update with SGD, and it is said."""
     job = make_job(corpora, layers=1, precision={"compute": "fp32"}, parallel={"workers": 2})
-    against = make_job(corpora, layers=1, parallel={"workers": 3}, memory={"activation_checkpointing": "full"})
+    layout: dict[str, Any] = {"parallel": {"workers": 3}, "memory": {"activation_checkpointing": "full"}}
+    against = make_job(corpora, layers=1, precision={"compute": "fp32"}, **layout)
     report = shardwise.verify(job, against=against, steps=2)
     assert report is not None and report.agrees and 0 < report.max_relative_error < 1e-5
     assert any("SGD" in note for note in report.notes)
     assert [d.error for d in report.differences if d.quantity == "data"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"model.attention": "eager"}, "model.attention differ from the job's; two layouts of one job"),
+        ({"optimizer.learning_rate": 5.0}, "optimizer.learning_rate differ"),
+        ({"training.sequences_per_step": 3, "training.tokens_per_step": None}, "training.sequences_per_step"),
+        ({"training.sequences_per_step": 16, "training.tokens_per_step": None, "output": "elsewhere"}, ""),
+    ],
+)
+def test_a_second_layout_says_no_more_than_a_layout(keys: dict[str, Any], said: str) -> None:
+    job = Job.model_validate({"training": {"tokens_per_step": 16 * 32}, "data": {"sequence_length": 32}})
+    against = load_job(job, {"parallel.workers": 1, **keys})
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            _layouts(job, against)
+    else:
+        _, other, _ = _layouts(job, against)
+        assert other.parallel.workers == 1
+
+
+def test_a_second_layout_has_its_own_microbatches() -> None:
+    job = Job.model_validate({"training": {"sequences_per_step": 8, "microbatch_size": 4}})
+    for size, taken in ((4, None), (2, 2)):
+        assert _layouts(job, load_job(job, {"training.microbatch_size": size}))[1].training.microbatch_size == taken
 
 
 def verify_changed(job: Job, against: Job, corpus: Path) -> VerifyReport | None:

@@ -309,6 +309,20 @@ def test_the_winner_is_a_job_that_train_takes(tmp_path: Path, capsys: pytest.Cap
     for axis, degree in best["degrees"].items():
         assert any(axis in line and str(degree) in line for line in shown.splitlines())
     assert yaml.safe_load(job.read_text())["data"] == {"sequence_length": 128}
+    before = job.read_text()
+    code, _, err = plan(capsys, str(job), "--cluster", "cpu:4", "--write", str(job))
+    assert code and "is there already; name a new file" in err and job.read_text() == before
+
+
+def test_a_job_for_several_hosts_says_how_they_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = tmp_path / "job.yaml"
+    words = ("--model", config(tmp_path), "--cluster", "dgx-h100:2", "--write", str(job))
+    assert plan(capsys, *words)[0] == 0
+    start = job.read_text().splitlines()[1]
+    assert (
+        "torchrun --no-python --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
+        in start
+    )
 
 
 def test_the_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,19 +88,23 @@ def refusals(job: Job) -> list[str]:
         assert session.evaluate([[{"input_ids": tokens, "labels": tokens}]]) != judged
         assert session.progress.validation_loss == judged  # what the caller brings decides nothing
         session.save(wait=True)
-    with Session(sections) as session, pytest.raises(ShardwiseError) as refused:
-        session.save(wait=True)
-    said.append(str(refused.value))
+    for looks in (False, True):  # a look for a checkpoint to go on from, of which the job wants none, changes nothing
+        with Session(sections) as session, pytest.raises(ShardwiseError) as refused:
+            if looks:
+                assert session.restore() == 0
+            session.save(wait=True)
+        said.append(str(refused.value))
     return said
 
 
 def test_calls_that_cannot_be_meant_are_refused(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = make_job(corpora, "gpt2", layers=1).model_copy(update={"output": str(tmp_path / "run")})
     for said in world_pool.run(2, refusals, job):
-        batches, labels, rate, save = said
+        batches, labels, rate, *saves = said
         assert "evaluate() got no batches" in batches and "has no labels" in labels
         assert "learning_rate=nan" in rate
-        assert "holds checkpoints of an earlier run, the newest step-00000001; call restore()" in save
+        for save in saves:
+            assert "holds checkpoints of an earlier run, the newest step-00000001; call restore()" in save
 
 
 @pytest.mark.slow

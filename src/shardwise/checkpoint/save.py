@@ -50,7 +50,7 @@ class Checkpointer:
 
     Args:
         data: what the manifest says of the data.
-        is_new: whether the run has not looked for a checkpoint to go on from; then there may be none.
+        is_new: whether the run does not go on from the store; then there may be no checkpoints in it.
     """
 
     def __init__(

@@ -292,6 +292,8 @@ def _doctor(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if options.preflight:
         from shardwise.commands.doctor import run_preflight
 
+        if options.model is not None:
+            raise ConfigError("--model does nothing with --preflight, which asks about hosts; leave one out")
         return run_preflight(Path(options.output or "."))
     if options.output is not None:
         raise ConfigError("--output is an option of doctor --preflight; leave it out")

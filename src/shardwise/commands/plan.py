@@ -86,6 +86,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--rank={options.rank} does nothing without --trace; give both")
     if options.timeline is not None and (options.rank is not None or not options.trace):
         raise ConfigError(f"--timeline={options.timeline} needs --trace of all ranks; leave --rank out")
+    if options.write is not None and Path(options.write).exists():
+        raise OutputError(f"--write={options.write} is there already; name a new file")
     for name in ("tokens", "price", "explain", "html", "write", "top", "limit"):
         if options.trace and getattr(options, name) is not None:
             raise ConfigError(f"--{name} does nothing with --trace, which traces the job as it is; leave one out")
@@ -292,7 +294,8 @@ def job_file(candidate: Candidate, result: SearchResult) -> str:
     data.get("training", {}).pop("tokens_per_step", None)
     ranks = f"{cluster.nodes} x {cluster.per_node} {cluster.accelerator.name}"
     start = "shardwise train" if cluster.nodes == 1 else (
-        f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.per_node} -m shardwise train"
+        f"torchrun --no-python --nnodes {cluster.nodes} --nproc-per-node {cluster.per_node} --rdzv-backend c10d "
+        "--rdzv-endpoint FIRST_HOST:29500 shardwise train"
     )  # fmt: skip
     head = (
         f"# {layout_of(candidate)} on {ranks}: {candidate.prediction.step_seconds:.3g} s a step and "

@@ -71,10 +71,11 @@ from shardwise.testing.start_check import (
     compare_start_values,
     distributions,
 )
+from shardwise.training.output import UNLIKE
 from shardwise.training.session import Session
 from shardwise.training.setup import AssembledJob, assemble, current_world, prepare_data, study
 from shardwise.training.trainer import Trainer
-from shardwise.words import output_console
+from shardwise.words import listed, output_console
 
 # Tensors of master dtype that rank 0 holds beside its own shard: the oracle's weights, gradients and two optimizer
 # states, three of them once more to step back for a diagnosis, and our gradients and weights. A preference loss's
@@ -82,6 +83,7 @@ from shardwise.words import output_console
 COPIES = 9
 BYTES = {"fp64": 8, "fp32": 4}
 LAYOUT_STEPS = 2  # in which a 16-bit job's layout is proved in fp64: the second shows what the first update has left
+MICROBATCHES = ("microbatch_size", "gradient_accumulation")  # keys that a second layout may have of its own
 MOST_OVERFLOWS = 40  # fp16 steps passed over while the loss scale finds its place
 FUSED = "its random numbers depend on the layout. model.attention=eager is verified with dropout."
 
@@ -374,10 +376,15 @@ def _check_memory(run: AssembledJob) -> None:
 
 
 def _layouts(job: Job, against: Job) -> tuple[Job, Job, list[str]]:
-    """Both jobs, made to differ in layout and memory alone, with an optimizer that does not magnify rounding."""
+    """Both jobs, made to differ in layout and memory alone, with an optimizer that does not magnify rounding.
+
+    Raises:
+        ConfigError: they differ in more.
+    """
     notes = []
     optimizer = job.optimizer
     plan = plan_job(job)
+    _check_same_job(job, against, plan.sequences_per_step)
     if plan.dtypes.compute != "fp64" and optimizer.name != "SGD":
         notes.append(
             f"{optimizer.name} magnifies the rounding of {plan.dtypes.compute}, which two layouts do not share: both "
@@ -391,6 +398,26 @@ def _layouts(job: Job, against: Job) -> tuple[Job, Job, list[str]]:
         }
     )
     own = job.model_copy(update={"optimizer": optimizer, "training": training})
-    free = training.model_copy(update={"microbatch_size": None, "gradient_accumulation": None})
-    other = own.model_copy(update={"parallel": against.parallel, "memory": against.memory, "training": free})
-    return own, other, notes
+    sizes = ((key, getattr(against.training, key)) for key in MICROBATCHES)
+    free = {key: None if value == getattr(job.training, key) else value for key, value in sizes}
+    update = {"parallel": against.parallel, "memory": against.memory, "training": training.model_copy(update=free)}
+    return own, own.model_copy(update=update), notes
+
+
+def _check_same_job(job: Job, against: Job, sequences: int) -> None:
+    """Refuse a second layout with keys that say more than a layout.
+
+    Args:
+        sequences: of a step of `job`, which a plan may say in its words.
+    """
+    free = {**UNLIKE, "parallel": True, "memory": True, "training": UNLIKE["training"] | {*MICROBATCHES}}
+    one, other = (side.model_dump(mode="json", exclude=free) for side in (job, against))
+    if against.training.sequences_per_step == sequences:
+        keys = ("sequences_per_step", "tokens_per_step")
+        other["training"] |= {key: one["training"][key] for key in keys}
+    unlike = [f"{section}.{key}" for section, keys in one.items() for key in keys if keys[key] != other[section][key]]
+    if unlike:
+        raise ConfigError(
+            f"--against: {listed(unlike)} differ from the job's; two layouts of one job are compared, which differ in "
+            "parallel, memory and the size of microbatches alone; leave the rest out, or put it into JOB"
+        )

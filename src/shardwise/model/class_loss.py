@@ -1,4 +1,4 @@
-"""Which loss a class of transformers takes of `logits` and `labels`: the cross-entropy that we take, or another.
+"""The loss that a class of transformers takes of `logits` and `labels`: the cross-entropy that we take, or another.
 
 A class says nowhere whether its labels stand at their own token or at the logits that foretell them, and whether its
 loss is a cross-entropy at all (CTC, regression, a sum with a router's loss). So it computes its loss once, on fake

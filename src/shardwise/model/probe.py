@@ -381,7 +381,7 @@ class _EqualDtypes(TorchFunctionMode):
 
 
 class FakeRun(NamedTuple):
-    """What a forward on fake tensors has returned, and the values that are known of its tensors."""
+    """A forward on fake tensors: what it has returned, and the values that are known of its tensors."""
 
     output: Any
     known: KnownValues

@@ -93,6 +93,11 @@ class RunCheckpoints:
         self._has_looked = False  # for a checkpoint to go on from
 
     @property
+    def _has_memory(self) -> bool:
+        """True where the run goes on from the memory of hosts."""
+        return self.memory is not None and self.memory.step >= 0
+
+    @property
     def failed(self) -> bool:
         """True where this rank knows that the last save failed."""
         return self.checkpointer is not None and self.checkpointer.failed
@@ -104,7 +109,8 @@ class RunCheckpoints:
         """
         assembled, memory, notes = self.assembled, None, list[str]()
         self._has_looked = True
-        if self.memory is not None and self.memory.step >= 0:
+        if self._has_memory:
+            assert self.memory is not None
             memory, notes = completed_memory(self.memory.places, self.memory.step, assembled.model.device)
         restored = restore(
             assembled.model, assembled.optimizer, assembled.scaler, self.store, data_facts(assembled), notes.append,
@@ -125,7 +131,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: this save where it is waited for, or the last one, failed on some rank.
         """
-        self.checkpointer = self.checkpointer or self._make(is_new=not self._has_looked)
+        self.checkpointer = self.checkpointer or self._make()
         self.checkpointer.save(progress, self.assembled.scaler, wait=wait)
         return f"{self.store.root}/{checkpoint_name(progress.step)}"
 
@@ -163,9 +169,11 @@ class RunCheckpoints:
         if self.checkpointer is not None:
             self.checkpointer.close()
 
-    def _make(self, is_new: bool = False) -> Checkpointer:
+    def _make(self) -> Checkpointer:
+        """Claim the store. Whoever did not go on from what is there may not write among it."""
         assembled = self.assembled
-        return Checkpointer(assembled.model, assembled.optimizer, self.store, data_facts(assembled), is_new)
+        goes_on = self._has_looked and (self.settings.resume == "auto" or self._has_memory)
+        return Checkpointer(assembled.model, assembled.optimizer, self.store, data_facts(assembled), not goes_on)
 
 
 def data_facts(assembled: AssembledJob) -> dict[str, Any]:

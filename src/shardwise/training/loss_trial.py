@@ -7,7 +7,8 @@ gradients that the same rows give one by one. The outputs have the form of the m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class LossTrials:
         size, rows = plan.job.training.microbatch_size, len(microbatch.rows)
         if size == rows:
             return
-        key = _code_of(function)
+        key = (_code_of(function), *_captured(function))
         if key not in self._found:
             self._found[key] = _tried(function, what, microbatch, output)
             if self._found[key].untried:
@@ -71,6 +72,22 @@ def _code_of(function: Any) -> Any:
     function = getattr(function, "func", function)  # of a functools.partial
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", None) or id(function)
+
+
+def _captured(function: Any) -> Iterator[Any]:
+    """Yield what tells a function from others of its code: values that it was made with, and whether numbers are 0.
+
+    A term whose weight grows from 0 is no term at first. Each value of a schedule would be a trial of its own.
+    """
+    values = [*getattr(function, "args", ()), *getattr(function, "keywords", {}).values()]
+    inner = getattr(function, "func", function)
+    values += [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
+    values += vars(inner.__self__).values() if hasattr(getattr(inner, "__self__", None), "__dict__") else ()
+    for value in values:
+        if isinstance(value, (str, bool, NoneType)):
+            yield value
+        else:
+            yield type(value), value == 0 if isinstance(value, (int, float)) else None
 
 
 def _tried(function: LossFunction, what: str, microbatch: Batch, output: Any) -> RowCoupling:
