@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardwise.checkpoint.load import check_data
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.data.images import open_images, read_image
 from shardwise.data.prepare import prepare
-from shardwise.errors import ConfigError, DataError, LegalityError, ModelError
+from shardwise.errors import CheckpointError, ConfigError, DataError, LegalityError, ModelError
 from shardwise.job.schema import Job
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import toy_config
@@ -89,6 +92,19 @@ def test_rows_hold_names_or_numbers_of_classes(tmp_path: Path) -> None:
     labels = [int(split.sample(n)["labels"]) for split in (data.train, data.validation) for n in range(len(split))]
     assert sorted(labels) == [0, 1, 2]
     assert data.train.sample(0)["pixel_values"].shape == (3, SIZE, SIZE)
+
+
+def test_a_checkpoint_goes_on_with_the_same_rows_alone(tmp_path: Path) -> None:
+    """A row stands in a split by its columns: with another label or name it may change from one to the other."""
+    path = rows_file(tmp_path, {"image": "owl/0.png", "label": 2})
+    lines, moved = path.read_text().splitlines(), tmp_path / "moved"
+    shutil.copytree(tmp_path, moved)
+    wrote = prepare(image_job(path)).describe()
+    for other in (lines[::-1], [*lines[:2], json.dumps({"image": "owl/0.png", "label": 1})]):
+        path.write_text("\n".join(other))
+        with pytest.raises(CheckpointError, match="was trained on other data"):
+            check_data(Manifest.model_construct(data=wrote), prepare(image_job(path)).describe(), "step-00000002")
+    check_data(Manifest.model_construct(data=wrote), prepare(image_job(moved / path.name)).describe(), "step-00000002")
 
 
 @pytest.mark.parametrize(

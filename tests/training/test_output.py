@@ -71,6 +71,17 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_split() -> None:
         check_data(manifest, FACTS | {"split": "documents"}, "step-00000002")
 
 
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_rows_of_files() -> None:
+    """It does not say which rows they were; a factory's samples never do, and are no rows of files."""
+    rows = FACTS | {"corpus": "data.path='rows.jsonl'", "content": None, "split": "place"}
+    check_data(Manifest.model_construct(data=rows), rows | {"content": "abc"}, "step-00000002")
+    with pytest.raises(CheckpointError, match="on other data"):
+        check_data(Manifest.model_construct(data=rows), rows | {"order": "seed 1"}, "step-00000002")
+    factory = rows | {"corpus": "data.factory='a:b'"}
+    with pytest.raises(CheckpointError, match="on other data"):
+        check_data(Manifest.model_construct(data=factory), rows | {"content": "abc"}, "step-00000002")
+
+
 def test_other_data_is_refused_with_the_keys_that_differ() -> None:
     manifest = Manifest.model_construct(data=FACTS)
     changes = ["data.field was 'text' in the checkpoint, is 'body' now"]

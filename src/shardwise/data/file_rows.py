@@ -89,8 +89,14 @@ def read_rows(job: Job, required: Sequence[str], optional: Sequence[str] = ()) -
     return list(islice(rows, job.data.max_documents))
 
 
-def split_file_rows(job: Job, rows: Sequence[FileRow]) -> tuple[list[FileRow], list[FileRow]]:
-    """Return (training, validation) rows as defined above.
+def row_hashes(rows: Sequence[FileRow]) -> np.ndarray:
+    """Return the hash of each row [R] as defined above."""
+    hashes = [xxhash.xxh3_64_intdigest(json.dumps(row.columns, sort_keys=True).encode()) for row in rows]
+    return np.array(hashes, dtype=np.uint64)
+
+
+def split_file_rows(job: Job, rows: Sequence[FileRow], hashes: np.ndarray) -> tuple[list[FileRow], list[FileRow]]:
+    """Return (training, validation) rows as defined above, by their hashes [R].
 
     Raises:
         DataError: there are fewer than two.
@@ -103,12 +109,11 @@ def split_file_rows(job: Job, rows: Sequence[FileRow]) -> tuple[list[FileRow], l
     held_out = max(1, floor(len(rows) * job.data.validation_fraction))
     if split_rule(job.data) == "place":
         first = len(rows) - held_out
-        order = [*_ranked(job, rows[:first]), *range(first, len(rows))]
+        order = [*_ranked(job, hashes[:first]), *range(first, len(rows))]
         return [rows[number] for number in order[:first]], [rows[number] for number in order[first:]]
-    ranked = _ranked(job, rows)
+    ranked = _ranked(job, hashes)
     return [rows[number] for number in ranked[held_out:]], [rows[number] for number in ranked[:held_out]]
 
 
-def _ranked(job: Job, rows: Sequence[FileRow]) -> list[int]:
-    hashes = [xxhash.xxh3_64_intdigest(json.dumps(row.columns, sort_keys=True).encode()) for row in rows]
-    return [int(number) for number in ranking(np.array(hashes, dtype=np.uint64), job.training.seed)]
+def _ranked(job: Job, hashes: np.ndarray) -> list[int]:
+    return [int(number) for number in ranking(hashes, job.training.seed)]

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from shardwise.data.corpus import data_format
 from shardwise.data.factory import Samples
-from shardwise.data.file_rows import FileDataset, FileRow, split_file_rows
+from shardwise.data.file_rows import FileDataset, FileRow, row_hashes, split_file_rows
 from shardwise.data.image_chats import open_image_chats
 from shardwise.data.images import open_images
 from shardwise.data.speech import open_speech
 from shardwise.data.split import split_rule
+from shardwise.data.store import digest
 from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
@@ -46,8 +47,10 @@ def open_file_samples(job: Job, model_vocabulary: int | None) -> TokenData:
             f"{one_of(FILE_FORMATS[samples])}; set data.path to such rows, or data.factory"
         )
     rows, dataset = OPENERS[samples](job, model_vocabulary)
-    name = f"data.path={job.data.path!r}"
-    splits = [Samples(dataset.make(some), 0, len(some), name, dataset.stacked) for some in split_file_rows(job, rows)]
+    name, hashes = f"data.path={job.data.path!r}", row_hashes(rows)
+    splits = [
+        Samples(dataset.make(some), 0, len(some), name, dataset.stacked) for some in split_file_rows(job, rows, hashes)
+    ]
     splits[0].sample(0)
     return TokenData(
         train=splits[0],
@@ -58,4 +61,5 @@ def open_file_samples(job: Job, model_vocabulary: int | None) -> TokenData:
         vocabulary_size=model_vocabulary or 0,
         split=split_rule(job.data),
         tokenizer_directory=dataset.tokenizer,
+        content=digest(*hashes.tolist()),
     )

@@ -48,12 +48,13 @@ class TokenData:
     """A job's data, ready to be read by `loader.Stream`.
 
     `documents` and `tokens` count the whole data set (samples and 0 for a factory's). `content` is a hash of all token
-    ids, and of which rows are trained on where: equal on every host, or the hosts do not train on the same data.
-    `split` is the rule that held samples out: `documents` or `place`. `vocabulary_size` is the tokenizer's; without
-    one, the model's, else the largest token id + 1. `row_counts` is of conversations and pairs alone. `sets` are those
-    of `evaluation.sets` by name, and `content_of_sets` is a hash of their token ids. `reference_note` is a sentence on
-    log-probabilities by a reference model, where they are known ahead of training. `sources` are those of a mixture, by
-    name; their validation sequences are among `sets`.
+    ids, and of which rows are trained on where: equal on every host, or the hosts do not train on the same data. Of
+    rows that name files it is of the rows themselves; a factory's samples have none. `split` is the rule that held
+    samples out: `documents` or `place`. `vocabulary_size` is the tokenizer's; without one, the model's, else the
+    largest token id + 1. `row_counts` is of conversations and pairs alone. `sets` are those of `evaluation.sets` by
+    name, and `content_of_sets` is a hash of their token ids. `reference_note` is a sentence on log-probabilities by a
+    reference model, where they are known ahead of training. `sources` are those of a mixture, by name; their validation
+    sequences are among `sets`.
     """
 
     train: Windows | PackedRows | Samples | Mixture
@@ -149,6 +150,8 @@ class TokenData:
                 "content": self.content,
                 "cache": self.directory,
             }
+        elif self.content:
+            facts["content"] = self.content
         if self.sources:
             facts["sources"] = {source.name: source.describe() for source in self.sources}
         if self.streams:  # how much there is nobody has counted
