@@ -9,11 +9,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from shardwise.data.chat_template import ChatTemplate, TokenizedRow, overlapping, read_template
-from shardwise.data.conversations import Conversation, TextPair
+from shardwise.data.conversations import Conversation, TextPair, chat, preference, prompt_completion
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
 from shardwise.errors import DataError
 from shardwise.job.data_section import DataSection
 from tests.data.chats import BLOCKS, CHATS, END, FORGETFUL, PLAIN, as_messages, byte_tokenizer
+
+QUESTION, ANSWER, WRONG = as_messages([("user", "2+3?"), ("assistant", "5"), ("assistant", "6")])
+DEPTH = 7
+THINKS = {"chat_template_kwargs": {"depth": DEPTH}}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,24 @@ def test_a_completion_of_text_has_an_end_that_is_trained_on(directory: Path) -> 
     assert not first.trained[:4].any() and len(second.ids) == 5
     (whole,) = renderer(directory, None, "all").tokenized(pairs[:1])
     assert whole.trained.all()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat("f", {"messages": [QUESTION, ANSWER], **THINKS}),
+        prompt_completion("f", {"prompt": [QUESTION], "completion": [ANSWER], **THINKS}),
+        preference("f", {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [WRONG], **THINKS}).chosen,
+        preference("f", {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG], **THINKS}).chosen,
+    ],
+)
+def test_a_row_says_what_else_its_template_is_given(directory: Path, row: Conversation) -> None:
+    """As TRL: every rendering has it, that of the prompt too."""
+    template = PLAIN.replace("]' + m", "]' + depth ~ m") + "{% if add_generation_prompt %}{{ depth }}{% endif %}"
+    (whole,) = renderer(directory, template).tokenized([row])
+    tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    assert tokenizer.decode(whole.ids) == f"[user]{DEPTH}2+3?{END}[assistant]{DEPTH}5{END}"
+    assert trained_text(directory, whole) == f"5{END}"
 
 
 def test_a_template_that_is_not_prefix_stable_is_refused(directory: Path) -> None:

@@ -9,15 +9,19 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import Dataset
 
 from shardwise.data.conversations import Conversation, TextPair, chat, preference, prompt_completion
 from shardwise.data.corpus import data_format, find_corpus, with_format
+from shardwise.data.loader import training_index
+from shardwise.data.packed_rows import PackedRows
 from shardwise.data.prepare import prepare
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
 from shardwise.job.schema import Job
-from tests.data.chats import CHATS, as_messages, chat_job, write_rows
+from shardwise.testing.oracle_rows import RowSource
+from tests.data.chats import CHATS, PLAIN, as_messages, chat_job, write_rows
 
 QUESTION = {"role": "user", "content": "2+3?"}
 ANSWER = {"role": "assistant", "content": "5"}
@@ -147,6 +151,15 @@ BAD_ROWS = [
     bad_messages("weight=0", "remove the row", QUESTION, ANSWER | {"weight": 0}),
     bad_messages("tools is a text, but not valid JSON", "write a list of JSON schemas", QUESTION, ANSWER, tools="add"),
     bad_messages("tools must be a list of JSON schemas", "or leave tools out", QUESTION, ANSWER, tools={"name": "add"}),
+    bad_messages(
+        "chat_template_kwargs must be an object", "or leave it out", QUESTION, ANSWER, chat_template_kwargs=["thinking"]
+    ),
+    BadRow(
+        "preference",
+        "chat_template_kwargs holds tools, add_generation_prompt",
+        "messages and tools are columns",
+        {**ROWS["preference"], "chat_template_kwargs": {"add_generation_prompt": True, "tools": [], "thinking": 1}},
+    ),
     BadRow("prompt_completion", "an empty completion", "remove the row", {"prompt": "2+3?", "completion": ""}),
     BadRow("prompt_completion", "prompt is '2+3?'", "both as texts", {"prompt": "2+3?", "completion": [ANSWER]}),
     BadRow("prompt_completion", "no completion", "fill it", {"prompt": "2+3?", "completion": None}),
@@ -190,6 +203,20 @@ def test_rows_without_text_are_named_as_rows(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": []}])
     with pytest.raises(DataError, match=r"is empty: no row has any text \(chat: "):
         prepare(with_format(Job(data={"path": str(path)})))
+
+
+def test_what_a_row_gives_its_template_is_read_with_it(tmp_path: Path) -> None:
+    plain = {"messages": [QUESTION, ANSWER]}
+    thinking = plain | {"chat_template_kwargs": {"depth": 7}}
+    template = PLAIN.replace("]' + m", "]' ~ depth ~ m")
+    job = with_format(chat_job(tmp_path, [thinking] * 3, template, packing=False))
+    given, counters = prepare(job), range(2)
+    assert isinstance(given.train, PackedRows)
+    own = given.train.batch([training_index(given.train, 0, counter) for counter in counters], counters, 0)
+    judged = RowSource(job, str(job.data.tokenizer)).rows(counters)
+    assert torch.equal(own.inputs["input_ids"], judged.inputs["input_ids"])
+    without = prepare(with_format(chat_job(tmp_path, [plain] * 3, template)))
+    assert given.tokens == without.tokens + 3 * len("77")  # before each question and each answer
 
 
 def test_a_bad_row_ends_the_preparation_with_its_line(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
 
         try:
-            rendered, spans = render(**self.tokenizer.special_tokens_map, **settings)
+            rendered, spans = render(**{**self.tokenizer.special_tokens_map, **row.arguments}, **settings)
         except TemplateSyntaxError as error:
             owner = "data.chat_template" if self.template else f"the tokenizer in {self._source.directory}"
             raise DataError(

@@ -2,21 +2,33 @@
 
 Formats, by the columns of a row: `chat` has `messages` (`role`, `content`) or ShareGPT's `conversations` (`from`,
 `value`); `prompt_completion` has `prompt` and `completion`; `preference` has `chosen` and `rejected`, and `prompt`
-where these do not begin with it. Prompts and completions are texts or lists of messages. `tools` and `system` may stand
-beside messages. What follows, text and masks, is in `shardwise.data.chat_template`.
+where these do not begin with it. Prompts and completions are texts or lists of messages. `tools`, `system` and
+`chat_template_kwargs`, what else the template is given, may stand beside messages. What follows, text and masks, is in
+`shardwise.data.chat_template`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardwise.data.readers import check_text, short
 from shardwise.errors import DataError
-from shardwise.words import nearest
+from shardwise.words import listed, nearest
 
-COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools", "system")
+COLUMNS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "tools",
+    "system",
+    "chat_template_kwargs",
+)
 ASSISTANT, SYSTEM = "assistant", "system"
 ROLES = (SYSTEM, "developer", "user", ASSISTANT, "tool", "function", "ipython")
 SHAREGPT_ROLES = {
@@ -29,6 +41,12 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 
+# Names of what every rendering is given, which a row's `chat_template_kwargs` cannot be.
+GIVEN_TO_TEMPLATES = (
+    "messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+    "return_assistant_tokens_mask",
+)  # fmt: skip
+
 Message = dict[str, Any]
 
 
@@ -40,12 +58,14 @@ class Conversation(NamedTuple):
         messages: each with `role` and `content` at least, or with `tool_calls`.
         tools: JSON schemas that the template may show.
         prompt: number of first messages that are a prompt, which is never trained on; 0 for a chat.
+        arguments: what the template is given beside these.
     """
 
     where: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     prompt: int = 0
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextPair(NamedTuple):
@@ -78,7 +98,7 @@ def chat(where: str, row: Mapping[str, Any]) -> Conversation:
     if column is None:
         raise _missing(where, "messages", "chat reads messages, or conversations")
     messages = _behind_system(where, row, _messages(where, row[column], column))
-    return Conversation(where, messages, _tools(where, row.get("tools")))
+    return Conversation(where, messages, _tools(where, row.get("tools")), arguments=_template_arguments(where, row))
 
 
 def prompt_completion(where: str, row: Mapping[str, Any]) -> Conversation | TextPair:
@@ -146,7 +166,8 @@ def _pair(where: str, row: Mapping[str, Any], prompt: Any, column: str) -> Conve
         )
     before = _behind_system(where, row, _messages(where, prompt, "prompt"))
     after = _messages(where, completion, column)
-    return Conversation(where, [*before, *after], _tools(where, row.get("tools")), prompt=len(before))
+    tools, arguments = _tools(where, row.get("tools")), _template_arguments(where, row)
+    return Conversation(where, [*before, *after], tools, len(before), arguments)
 
 
 def _begin_with_prompt(row: Mapping[str, Any]) -> bool:
@@ -176,8 +197,8 @@ def _with_shared_prompt(where: str, row: Mapping[str, Any], prompt: Any) -> Pref
         )
     if isinstance(prompt, str):
         _check_is_among(where, prompt, both[0][:shared])
-    tools = _tools(where, row.get("tools"))
-    return Preference(*(Conversation(where, messages, tools, prompt=shared) for messages in both))
+    tools, arguments = _tools(where, row.get("tools")), _template_arguments(where, row)
+    return Preference(*(Conversation(where, messages, tools, shared, arguments) for messages in both))
 
 
 def _check_is_among(where: str, prompt: str, shared: Collection[Message]) -> None:
@@ -270,6 +291,25 @@ def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
             f"{where}: tools must be a list of JSON schemas, found {short(tools)}; write one, or leave tools out"
         )
     return tools or None
+
+
+def _template_arguments(where: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the template is given beside messages and tools."""
+    arguments = row.get("chat_template_kwargs")
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise DataError(
+            f"{where}: chat_template_kwargs must be an object of names and values, found {short(arguments)}; write "
+            "one, or leave it out"
+        )
+    given = [name for name in GIVEN_TO_TEMPLATES if name in arguments]
+    if given:
+        raise DataError(
+            f"{where}: chat_template_kwargs holds {listed(given)}, which every chat template is given anyway; leave it "
+            "out there: messages and tools are columns, and the template is data.chat_template"
+        )
+    return arguments
 
 
 def _missing(where: str, column: str, rule: str) -> DataError:

@@ -31,7 +31,7 @@ from shardwise.job.schema import Job
 
 Say = Callable[[str], None]
 
-VERSION = 1  # of the cached layout and of how rows are rendered; part of the cache key
+VERSION = 2  # of the cached layout and of how rows are rendered; part of the cache key
 # The columns, in the order of RowCorpus, and their dtypes.
 FILES: dict[str, type[np.integer[Any]]] = {
     "tokens.arrow": np.int32,

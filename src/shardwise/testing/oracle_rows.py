@@ -125,7 +125,7 @@ class RowSource:
             return self._text_pair(row["prompt"], after)
         prompt, messages = _messages_of(row, after, row.get(other, []))
         tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-        return self._conversation(messages, prompt, tools or None)
+        return self._conversation(messages, prompt, {"tools": tools or None, **(row.get("chat_template_kwargs") or {})})
 
     def _text_pair(self, prompt: str, completion: str) -> Row:
         encoded = self.tokenizer(prompt + completion)
@@ -136,8 +136,8 @@ class RowSource:
             return [*ids, end], [*trained, True]
         return ids, [*trained[:-1], end is not None or trained[-1]]
 
-    def _conversation(self, messages: list[dict[str, Any]], prompt: int, tools: Any) -> Row:
-        settings: dict[str, Any] = {"tools": tools, "chat_template": self.template}
+    def _conversation(self, messages: list[dict[str, Any]], prompt: int, beside: dict[str, Any]) -> Row:
+        settings: dict[str, Any] = {**beside, "chat_template": self.template}
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [number for number in answers if number >= prompt]
         wanted = wanted[-1:] if self.job.data.train_on == "last_assistant" else wanted
