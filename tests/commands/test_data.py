@@ -46,12 +46,16 @@ def test_tokens_are_shown_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cells[22][4] == "'7'" and cells[24][1:3] == ["1", "0"] and cells[48][1] == "padding"
 
 
-def test_pairs_are_shown_chosen_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": "6+1?", "chosen": "7", "rejected": "42"}] * 6
+def pairs_file(tmp_path: Path, *rejected: str) -> str:
+    rows = [{"prompt": "6+1?", "chosen": "7", "rejected": text} for text in rejected]
     job = chat_job(tmp_path, rows, sequence_length=16)
     job = job.model_copy(update={"model": job.model.model_copy(update={"config": MODEL})})
     (tmp_path / "job.yaml").write_text(job_to_yaml(job))
-    assert main(["data", "show", str(tmp_path / "job.yaml"), "--samples", "1"]) == 0
+    return str(tmp_path / "job.yaml")
+
+
+def test_pairs_are_shown_chosen_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", pairs_file(tmp_path, *["42"] * 6), "--samples", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         *("-- chosen, positions 0-5, 2 trained on", f"6+1?«7{END}»"),
         *("-- rejected, positions 6-12, 3 trained on", f"6+1?«42{END}»"),
@@ -102,6 +106,15 @@ def test_what_is_not_tokenized_ahead_is_refused(
         assert main(["data", "prepare", str(job), *options]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_pair_is_one_document_in_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What two pairs share by half is there once; a pair is as long as both of its completions."""
+    job = pairs_file(tmp_path, "42", "42", "6", "a word too long")
+    assert main(["data", "stats", job, "--json"]) == 0
+    (part,) = json.loads(capsys.readouterr().out)
+    assert (part["documents"], part["duplicates"], part["lengths"]["50"]) == (4, 1, 13)
+    assert part["longer_share"] == part["left_out_share"] == 0.25
 
 
 def test_a_corpus_in_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

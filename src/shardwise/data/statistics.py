@@ -1,6 +1,7 @@
 """Numbers on the tokens of a job: lengths, what is cut, which of the vocabulary occurs, what is there twice.
 
-Each part of a job has numbers of its own, by its name; a job with one corpus has one part.
+Each part of a job has numbers of its own, by its name; a job with one corpus has one part. A pair of preferences is
+one document, of both completions with their prompts.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ def statistics(parts: Sequence[tuple[str, TokenData]]) -> list[dict[str, Any]]:
 
 def _statistics(data: TokenData) -> dict[str, Any]:
     tokens, starts, hashes = _columns(data)
-    begins = np.array(starts.read(0, len(starts)), dtype=np.int64)
+    together = data.train.settings.together if isinstance(data.train, PackedRows) else 1
+    begins = np.array(starts.read(0, len(starts)), dtype=np.int64)[::together]
     lengths = np.diff(np.append(begins, len(tokens)))
-    duplicates = len(hashes) - len(np.unique(hashes.read(0, len(hashes))))
+    samples = hashes.read(0, len(hashes)).reshape(-1, together)
+    axis = 0 if together > 1 else None  # of columns numpy is several times slower
+    duplicates = len(samples) - len(np.unique(samples, axis=axis))
     facts = {
         "corpus": data.corpus,
         "documents": len(lengths),
