@@ -108,6 +108,34 @@ def test_a_text_needs_a_tokenizer(tmp_path: Path) -> None:
         prepare(speech_job(rows_file(tmp_path), data={"tokenizer": None}))
 
 
+@pytest.mark.parametrize("missing, left", [(2, 99), (3, 99), (200, 50), (400, 0)])
+def test_a_wave_that_is_cut_is_refused(tmp_path: Path, missing: int, left: int) -> None:
+    """Its text says more than is heard of it, whether a frame of two channels is cut or many are gone."""
+    content = stereo_wave(tmp_path / "a.wav", 100)
+    (tmp_path / "a.wav").write_bytes(content[:-missing])
+    with pytest.raises(DataError, match=rf"row: .*a\.wav ends after {left} of the 100 samples .*; copy it again"):
+        read_sound(tmp_path / "a.wav", "row")
+
+
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 0x7FFFF000])
+def test_a_wave_whose_writer_knew_no_length_is_read_to_its_end(tmp_path: Path, size: int) -> None:
+    content = stereo_wave(tmp_path / "a.wav", 100)
+    sizes = (min(size + 36, 0xFFFFFFFF).to_bytes(4, "little"), size.to_bytes(4, "little"))
+    (tmp_path / "a.wav").write_bytes(content[:4] + sizes[0] + content[8:40] + sizes[1] + content[44:-1])
+    samples, _ = read_sound(tmp_path / "a.wav", "row")
+    assert (samples * 2**15).tolist() == list(range(99))
+
+
+def stereo_wave(path: Path, frames: int) -> bytes:
+    """Write and return frames of 0, 1, 2 … on two channels."""
+    import wave
+
+    with wave.open(str(path), "wb") as file:
+        file.setparams((2, 2, RATE, frames, "NONE", ""))
+        file.writeframes(np.repeat(np.arange(frames, dtype="<i2"), 2).tobytes())
+    return path.read_bytes()
+
+
 @pytest.mark.parametrize("width, lowest, highest", [(1, 0, 255), (2, -32768, 32767), (4, -(2**31), 2**31 - 1)])
 def test_samples_are_read_from_minus_one_to_one(tmp_path: Path, width: int, lowest: int, highest: int) -> None:
     import wave

@@ -27,6 +27,8 @@ from shardwise.job.schema import Job
 from shardwise.model.build import load_config
 
 WAVE_DTYPES = {1: "u1", 2: "<i2", 4: "<i4"}  # by the bytes of a sample
+# Bytes of sound from which on a header means that its writer, at the end of a pipe, did not know how many come.
+UNKNOWN_SIZE = 0x7FFF0000
 
 
 @dataclass(frozen=True)
@@ -122,17 +124,24 @@ def read_sound(path: Path, where: str) -> tuple[np.ndarray, int]:
     """Return samples [n] float32 from -1 to 1, the mean of all channels, and how many are a second.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, or is cut: its text says more than is heard.
     """
     try:
         with wave.open(str(path)) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            content = file.readframes(file.getnframes())
+            frames, frame_size = file.getnframes(), width * channels
+            content = file.readframes(frames)
     except (wave.Error, EOFError):  # floats, or no wave
         return _read_by_soundfile(path, where)
+    whole = len(content) // frame_size
+    if whole < frames and frames * frame_size < UNKNOWN_SIZE:
+        raise DataError(
+            f"{where}: {path} ends after {whole:,} of the {frames:,} samples of its header; copy it again, or remove "
+            "the row"
+        )
     if width not in WAVE_DTYPES:
         return _read_by_soundfile(path, where)
-    values: np.ndarray = np.frombuffer(content, WAVE_DTYPES[width]).astype(np.float32)
+    values: np.ndarray = np.frombuffer(content[: whole * frame_size], WAVE_DTYPES[width]).astype(np.float32)
     values = (values - 128) / 128 if width == 1 else values / 2.0 ** (8 * width - 1)
     return values.reshape(-1, channels).mean(1, dtype=np.float32), rate
 
