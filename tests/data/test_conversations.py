@@ -150,6 +150,13 @@ BAD_ROWS = [
     bad_messages("system: expected text, found list", "write it as text", QUESTION, ANSWER, system=["Be brief."]),
     bad_messages("weight=0", "remove the row", QUESTION, ANSWER | {"weight": 0}),
     bad_messages("tools is a text, but not valid JSON", "write a list of JSON schemas", QUESTION, ANSWER, tools="add"),
+    bad_messages(
+        "tools is a text, but not valid JSON (maximum recursion",
+        "or leave tools out",
+        QUESTION,
+        ANSWER,
+        tools="[" * 200_000,
+    ),
     bad_messages("tools must be a list of JSON schemas", "or leave tools out", QUESTION, ANSWER, tools={"name": "add"}),
     bad_messages(
         "chat_template_kwargs must be an object", "or leave it out", QUESTION, ANSWER, chat_template_kwargs=["thinking"]

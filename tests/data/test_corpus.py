@@ -161,6 +161,8 @@ def test_identity_follows_the_files(text_directory: Path) -> None:
 
 
 BAD_ROWS = {
+    "long number": ('{"text": ' + "1" * 5000 + "}", r"bad\.jsonl, line 1: JSON that cannot be read .*remove the line"),
+    "many levels": ('{"text": ' + "[" * 200_000, r"bad\.jsonl, line 1: JSON that cannot be read .*remove the line"),
     "corrupt": ('{"text": "a"}\n{"text": \n', r"bad\.jsonl, line 2: not valid JSON .*remove the line"),
     "not an object": ('{"text": "a"}\n[1]\n', r"line 2: expected a JSON object, found \[1\]; write one a line"),
     "missing column": ('{"txt": "a"}\n', r"line 1: no column 'text' \(data.field\). Did you mean 'txt'"),

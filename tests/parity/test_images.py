@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from shardwise.checkpoint.load import check_data
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.data.file_rows import FileRow, row_hashes
 from shardwise.data.images import open_images, read_image
 from shardwise.data.prepare import prepare
 from shardwise.errors import CheckpointError, ConfigError, DataError, LegalityError, ModelError
@@ -92,6 +94,16 @@ def test_rows_hold_names_or_numbers_of_classes(tmp_path: Path) -> None:
     labels = [int(split.sample(n)["labels"]) for split in (data.train, data.validation) for n in range(len(split))]
     assert sorted(labels) == [0, 1, 2]
     assert data.train.sample(0)["pixel_values"].shape == (3, SIZE, SIZE)
+
+
+def test_a_row_is_held_out_by_all_that_it_holds(tmp_path: Path) -> None:
+    """A function of data.filter reads every column: Parquet has times, which JSON has not."""
+    columns: dict[str, Any] = {"image": "ü.png", "label": 1, "none": None, "list": [1.5, {"b": 1, "a": True}]}
+    rows = [columns, *({**columns, "at": at} for at in (datetime(2026, 1, 2), datetime(2026, 1, 3)))]
+    hashes = row_hashes([FileRow("f, row 1", tmp_path, row) for row in rows]).tolist()
+    assert hashes[0] == 1804876747620607170 and len(set(hashes)) == len(rows)
+    with pytest.raises(DataError, match=r"f, row 2: a column holds object, .*; leave that column out"):
+        row_hashes([FileRow("f, row 2", tmp_path, {**columns, "at": object()})])
 
 
 def test_a_checkpoint_goes_on_with_the_same_rows_alone(tmp_path: Path) -> None:

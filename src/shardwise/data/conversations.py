@@ -281,10 +281,9 @@ def _tools(where: str, value: Any) -> list[dict[str, Any]] | None:
         return None
     try:
         tools = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{where}: tools is a text, but not valid JSON ({error.msg}); write a list of JSON schemas, or leave tools "
-            "out"
+            f"{where}: tools is a text, but not valid JSON ({error}); write a list of JSON schemas, or leave tools out"
         ) from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(

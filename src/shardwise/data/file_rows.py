@@ -1,20 +1,22 @@
 """Rows that name files of images or of sound: which are for training and which for validation, and where files are.
 
 Exact definition of the split. Of R rows v = max(1, floor(R * validation_fraction)) are for validation. Rows are ranked
-by `data/split.py`'s draw, where h is the XXH3-64 of a row's columns as JSON with sorted keys; equal draws by place. For
-validation are the first v of the ranking, or with `validation_split: place` the last v rows, which then keep their
-order. Both splits have their rows in the order of the ranking.
-"""
+by `data/split.py`'s draw, where h is the XXH3-64 of a row's columns as JSON with sorted keys and times, decimals and
+bytes as Python's text; equal draws by place. For validation are the first v of the ranking, or with `validation_split:
+place` the last v rows, which then keep their order. Both splits have their rows in the order of the ranking."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import islice
 from math import floor
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import xxhash
@@ -24,6 +26,8 @@ from shardwise.data.readers import short
 from shardwise.data.split import ranking, split_rule
 from shardwise.errors import DataError
 from shardwise.job.schema import Job
+
+AS_TEXT = (bytes, date, time, timedelta, Decimal, UUID, np.generic)
 
 
 class FileRow(NamedTuple):
@@ -90,9 +94,29 @@ def read_rows(job: Job, required: Sequence[str], optional: Sequence[str] = ()) -
 
 
 def row_hashes(rows: Sequence[FileRow]) -> np.ndarray:
-    """Return the hash of each row [R] as defined above."""
-    hashes = [xxhash.xxh3_64_intdigest(json.dumps(row.columns, sort_keys=True).encode()) for row in rows]
-    return np.array(hashes, dtype=np.uint64)
+    """Return the hash of each row [R] as defined above.
+
+    Raises:
+        DataError: a column holds an object that has no text, such as an image that was read.
+    """
+    return np.array([xxhash.xxh3_64_intdigest(_as_json(row).encode()) for row in rows], dtype=np.uint64)
+
+
+def _as_json(row: FileRow) -> str:
+    try:
+        return json.dumps(row.columns, sort_keys=True, default=_as_text)
+    except TypeError as error:
+        raise DataError(
+            f"{row.where}: {error}, and rows are held out by the JSON of their columns; leave that column out of the "
+            "rows, or give data.filter conditions in the place of a function, which reads all columns"
+        ) from error
+
+
+def _as_text(value: object) -> str:
+    """Return what Parquet has and JSON has not; other objects may have another text in each process."""
+    if not isinstance(value, AS_TEXT):
+        raise TypeError(f"a column holds {type(value).__name__}")
+    return str(value)
 
 
 def split_file_rows(job: Job, rows: Sequence[FileRow], hashes: np.ndarray) -> tuple[list[FileRow], list[FileRow]]:

@@ -148,6 +148,8 @@ def json_row(line: str, where: str) -> dict[str, Any]:
             f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object a line, or remove the "
             "line"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or as many levels
+        raise DataError(f"{where}: JSON that cannot be read ({error}); write it simpler, or remove the line") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {short(row)}; write one a line, or remove the line")
     return row
