@@ -92,7 +92,6 @@ SOURCES = {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
             [],
             "streaming of data.sources, a, tokenizes",
         ),
-        ({"factory": "a:b"}, [], "give a corpus"),
     ],
 )
 def test_what_is_not_tokenized_ahead_is_refused(
@@ -106,6 +105,27 @@ def test_what_is_not_tokenized_ahead_is_refused(
         assert main(["data", "prepare", str(job), *options]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("command", ["show", "stats", "prepare"])
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        ({"data": {"factory": "a:b"}}, "data.factory='a:b' gives tensors, "),
+        (
+            {"model": {"task": "speech_seq2seq"}, "data": {"path": "rows.jsonl"}},
+            "model.task='speech_seq2seq' makes tensors, ",
+        ),
+    ],
+)
+def test_what_has_no_tokens_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, job: dict[str, object], says: str
+) -> None:
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    (tmp_path / "rows.jsonl").write_text('{"audio": "a.wav", "text": "some words"}\n')
+    with chdir(tmp_path):
+        assert main(["data", command, "job.yaml"]) == 2
+    assert says in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_pair_is_one_document_in_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,8 +67,8 @@ def run_data_show(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     job, notes = read_job(options.job, keys)
     job = with_format(job)
-    if job.data.factory is not None:
-        raise ConfigError(f"data.factory={job.data.factory!r} gives tensors, which have no text to show")
+    if job.data.factory is not None or TASKS[job.model.task].samples != "chat":  # whose tensors hold tokens
+        refuse_tensors(job, "which have no text to show")
     for note in notes:
         say_note(note)
     data = prepare_data(job, plan_with_facts(job)[1], say_note)
@@ -85,6 +85,20 @@ def run_data_show(options: argparse.Namespace, keys: dict[str, Any]) -> int:
         )
         console.print(_table(rows, tokenizer) if options.tokens else _texts(rows, tokenizer, console.is_terminal))
     return 0
+
+
+def refuse_tensors(job: Job, rule: str) -> None:
+    """Refuse data that become tensors without tokens; `rule` says why.
+
+    Raises:
+        ConfigError: with what makes tensors of them.
+    """
+    from shardwise.data.file_samples import gives_samples  # torch, which the command line starts without
+
+    if gives_samples(job):
+        factory, task = job.data.factory, job.model.task
+        what = f"model.task={task!r} makes" if factory is None else f"data.factory={factory!r} gives"
+        raise ConfigError(f"{what} tensors, {rule}; train on them as they are")
 
 
 def opened_tokenizer(job: Job, data: TokenData) -> PreTrainedTokenizerBase | None:

@@ -27,6 +27,7 @@ def prepare_options(parser: argparse.ArgumentParser) -> None:
 
 def run_data_prepare(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     """Tokenize the corpus of a job, and leave it where it is asked for."""
+    from shardwise.commands.data import refuse_tensors
     from shardwise.commands.train import plan_with_facts
     from shardwise.data.corpus import with_format
     from shardwise.job.sources import read_job
@@ -34,6 +35,7 @@ def run_data_prepare(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     job, notes = read_job(options.job, keys)
     job = with_format(job)
+    refuse_tensors(job, "which are not tokenized ahead")
     _refuse_data(job.data, options.output)
     if options.output is not None:
         _refuse_taken(options.output)
@@ -54,8 +56,6 @@ def _refuse_data(data: DataSection, output: str | None) -> None:
     Raises:
         ConfigError: with a way out.
     """
-    if data.factory is not None:
-        raise ConfigError(f"data.factory={data.factory!r} gives tensors, which are not tokenized; give a corpus")
     if data.has_streams:
         names = [source.label for source in data.sources if source.streaming]
         what = f"streaming of data.sources, {listed(names)}," if names else "data.streaming"

@@ -24,7 +24,7 @@ def stats_options(parser: argparse.ArgumentParser) -> None:
 
 def run_data_stats(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     """Print the numbers of each corpus of a job."""
-    from shardwise.commands.data import opened_tokenizer
+    from shardwise.commands.data import opened_tokenizer, refuse_tensors
     from shardwise.commands.train import plan_with_facts
     from shardwise.data.corpus import with_format
     from shardwise.data.statistics import statistics
@@ -33,6 +33,7 @@ def run_data_stats(options: argparse.Namespace, keys: dict[str, Any]) -> int:
 
     job, notes = read_job(options.job, keys)
     job = with_format(job)
+    refuse_tensors(job, "of which no tokens are counted")
     for note in notes:
         say_note(note)
     data = prepare_data(job, plan_with_facts(job)[1], say_note)
