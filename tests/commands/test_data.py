@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from contextlib import chdir
 from pathlib import Path
 
@@ -12,13 +13,13 @@ import yaml
 
 from shardwise.commands.cli import main
 from shardwise.job.sources import job_to_yaml
-from tests.data.chats import CHATS, END, PLAIN, as_messages, chat_job
+from tests.data.chats import BLOCKS, CHATS, END, PLAIN, as_messages, chat_job
 
 MODEL = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64, "vocab_size": 257}
 
 
-def job_file(tmp_path: Path, **data: object) -> str:
-    job = chat_job(tmp_path, [{"messages": as_messages(CHATS[4])}] * 6, **data)
+def job_file(tmp_path: Path, template: str | dict[str, str] = PLAIN, **data: object) -> str:
+    job = chat_job(tmp_path, [{"messages": as_messages(CHATS[4])}] * 6, template, **data)
     job = job.model_copy(update={"model": job.model.model_copy(update={"config": MODEL})})
     path = tmp_path / "job.yaml"
     path.write_text(job_to_yaml(job))
@@ -77,6 +78,16 @@ def test_rows_are_left_for_other_machines_with_their_template(
     (tmp_path / "own.jinja").write_text(PLAIN)
     assert main(["data", "show", path, *keys]) == 2
     assert f"set data.chat_template to {made / 'chat_template.jinja'}" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_tokenizer_with_several_templates_is_left_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, made = job_file(tmp_path, template={"default": PLAIN, "tool_use": BLOCKS}), tmp_path / "made"
+    assert main(["data", "prepare", path, "--output", f"file://{made}"]) == 0
+    assert (made / "tokenizer" / "additional_chat_templates" / "tool_use.jinja").read_text() == BLOCKS
+    shutil.rmtree(tmp_path / "tokenizer")
+    keys = ["--data.path", f"file://{made}", "--data.tokenizer", str(made / "tokenizer"), "--samples", "1"]
+    assert main(["data", "show", path, *keys]) == 0
+    assert f"[user]6+1?{END}[assistant]«7{END}»" in capsys.readouterr().out
 
 
 SOURCES = {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}

@@ -35,7 +35,7 @@ CHATS = [
 ]
 
 
-def byte_tokenizer(directory: Path, template: str | None = None) -> Path:
+def byte_tokenizer(directory: Path, template: str | dict[str, str] | None = None) -> Path:
     """Save a tokenizer with a token for each byte and one for the end."""
     vocabulary = {END: 0} | {letter: number for number, letter in enumerate(BYTES, start=1)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -56,7 +56,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def chat_job(directory: Path, rows: list[dict[str, Any]], template: str = PLAIN, **data: Any) -> Job:
+def chat_job(directory: Path, rows: list[dict[str, Any]], template: str | dict[str, str] = PLAIN, **data: Any) -> Job:
     """A job on these rows with the tokenizer of bytes; `data` are keys of its data section."""
     tokenizer = byte_tokenizer(directory / "tokenizer", template)
     path = write_rows(directory / "rows.jsonl", rows)

@@ -61,7 +61,9 @@ def write_shared(
     if tokenizer is not None:
         (target / TOKENIZER).mkdir()
         for file in _tokenizer_files(tokenizer):
-            shutil.copyfile(file, target / TOKENIZER / file.name)
+            copy = target / TOKENIZER / file.relative_to(tokenizer)  # templates by name lie in a folder
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     vocabulary = None if tokenizer is None else vocabulary_hash(tokenizer)
     files = {name: [size, hash_of(target / name)] for name, size in _sizes(target)}
     known[SHARED] = {"version": VERSION, "vocabulary": vocabulary, "rows": rows, "files": files}
@@ -144,6 +146,7 @@ def _tokenizer_files(directory: Path) -> Iterator[Path]:
 
 
 def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
-    for path in sorted(directory.rglob("*")):
+    """Yield files with their sizes, a folder's own before those of its folders: who fetches them makes it first."""
+    for path in sorted(directory.rglob("*"), key=lambda path: (len(path.parts), path)):
         if path.is_file():
             yield path.relative_to(directory).as_posix(), path.stat().st_size
