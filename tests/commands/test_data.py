@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardwise.commands import data_prepare
 from shardwise.commands.cli import main
+from shardwise.data.token_data import TokenData
+from shardwise.job.schema import Job
 from shardwise.job.sources import job_to_yaml
 from tests.data.chats import BLOCKS, CHATS, END, PLAIN, as_messages, chat_job
 
@@ -78,6 +81,27 @@ def test_rows_are_left_for_other_machines_with_their_template(
     (tmp_path / "own.jinja").write_text(PLAIN)
     assert main(["data", "show", path, *keys]) == 2
     assert f"set data.chat_template to {made / 'chat_template.jinja'}" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_one_that_writes_a_directory_takes_nothing_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins while the first writes, and fails."""
+    path, made, write = job_file(tmp_path), tmp_path / "made", data_prepare._write
+    command = ["data", "prepare", path, "--output", str(made)]
+
+    def fail(job: Job, data: TokenData, target: Path) -> None:
+        raise OSError("no space left")
+
+    def write_beside(job: Job, data: TokenData, target: Path) -> None:
+        monkeypatch.setattr(data_prepare, "_write", fail)
+        assert main(command) == 2
+        write(job, data, target)
+
+    monkeypatch.setattr(data_prepare, "_write", write_beside)
+    assert main(command) == 0
+    assert (made / "tokens.arrow").is_file() and not list(tmp_path.glob(".made*"))
+    assert made.stat().st_mode == (tmp_path / "tokenizer").stat().st_mode
 
 
 def test_a_tokenizer_with_several_templates_is_left_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

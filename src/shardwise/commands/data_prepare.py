@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,14 +97,10 @@ def _leave(job: Job, data: TokenData, output: str) -> None:
                 _write(job, data, Path(directory))
                 return upload(Path(directory), output)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
-        partial.mkdir()
-        try:
-            _write(job, data, partial)
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.unfinished-", dir=target.parent) as directory:
+            made = Path(directory) / target.name  # with the permissions that any directory has
+            made.mkdir()
+            _write(job, data, made)
+            made.rename(target)
     except OSError as error:
         raise OutputError(f"--output={output!r} cannot be written: {error}; give another place") from error
