@@ -104,6 +104,9 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert f"is no file. Did you mean '{tmp_path}/sums.yaml'?" in capsys.readouterr().err
     assert main(["evaluate", "run", "--tasks", "sums.yaml", "--optimizer.learning_rate", "1"]) == 2
     assert "--optimizer.learning_rate is not used by evaluate" in capsys.readouterr().err
+    asked = ["evaluate", "run", "--tasks", str(tmp_path / "sums.yaml")]
+    assert main([*asked, "--json", str(tmp_path / "none" / "results.json")]) == 2
+    assert "results.json cannot be written" in capsys.readouterr().err
     assert main(["evaluate", "run"]) == 2
     assert "--tasks" in capsys.readouterr().err
 

@@ -125,6 +125,11 @@ def test_logits_of_a_fixed_number_ask_for_as_many_tokens() -> None:
     assert facts_of("bert", "masked_lm").fixed_logits == 0
 
 
+def test_a_soft_cap_keeps_logits_once_more() -> None:
+    assert facts_of("gemma2", "causal_lm").kept_logits == 1
+    assert facts_of("granite", "causal_lm").kept_logits == facts_of("llama", "causal_lm").kept_logits == 0
+
+
 def test_a_table_of_another_name_stands_where_it_is_used() -> None:
     """T5's shared embeddings are called by the name of the encoder's, and a head of classes does not use them."""
     stages = facts_of("t5", "token_classification").stages

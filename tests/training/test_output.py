@@ -55,7 +55,10 @@ def test_what_has_changed_is_named_with_the_way_on(tmp_path: Path, monkeypatch: 
             )
         )
     assert "model.dropout was None, is 0.5, data.sequence_length was 256, is 8;" in str(refused.value)
-    assert f"--checkpoint.resume {tmp_path}/checkpoints/step-00000002 --output NEW_DIR" in str(refused.value)
+    assert (
+        f"start anew with --output NEW_DIRECTORY; with --checkpoint.resume {tmp_path}/checkpoints/step-00000002 "
+        in (str(refused.value))
+    )
 
 
 def test_another_models_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

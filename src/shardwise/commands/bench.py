@@ -22,7 +22,7 @@ from rich.table import Table
 
 from shardwise._torch_compat.groups import all_gather_single, reduce_scatter_single
 from shardwise.collectives import engine, registration
-from shardwise.errors import OutputError
+from shardwise.commands.arguments import check_writable
 from shardwise.launch.process_group import available_cores
 from shardwise.testing.world import WorldPool
 from shardwise.words import output_console
@@ -68,7 +68,7 @@ def run_collectives(where: str | None, cases: Sequence[Case] = STANDARD, say: Ca
         OutputError: `where` cannot be written; told before anything is measured.
     """
     if where is not None:
-        _check_writable(Path(where))
+        check_writable(Path(where))
     engine.build(say)
     rows = measure_collectives(cases)
     output_console().print(render(rows))
@@ -107,13 +107,6 @@ def render(rows: Sequence[dict[str, Any]]) -> Table:
         ratios = (f"{row['ratio_to_gloo']:.1f}", f"{row['share_of_copy_limit']:.2f}")
         table.add_row(row["operation"], str(row["ranks"]), size, row["dtype"], *times, *ratios)
     return table
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.touch()
-    except OSError as error:
-        raise OutputError(f"--json {path} cannot be written: {error}; give a file in a directory that can") from error
 
 
 # --- on each rank

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
-from shardwise.commands.arguments import whole_number
+from shardwise.commands.arguments import check_writable, whole_number
 from shardwise.errors import ConfigError, DataError, ShardwiseError
 from shardwise.words import nearest_file, output_console, say_note
 
@@ -69,6 +69,8 @@ def run_tasks(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     _check_keys(keys)
     _require_lm_eval()
     _check_tasks(options.tasks)
+    if options.json is not None:
+        check_writable(Path(options.json))
     store, name = find(options.checkpoint, say_note)
     manifest = read_manifest(store, name)
     job = job_of_checkpoint(manifest, keys)

@@ -331,6 +331,7 @@ def _forward_facts(job: Job, forward: ForwardProbe) -> dict[str, Any]:
         "has_attention_dropout": forward.has_attention_dropout,
         "has_functional_dropout": forward.has_functional_dropout,
         "fixed_logits": forward.fixed_logits,
+        "kept_logits": forward.kept_logits,
         "sample_positions": forward.positions if TASKS[job.model.task].reads_files and not forward.tokens else None,
         "drops_blocks": forward.drops_blocks,
         "blocks_share_arguments": forward.blocks_share_arguments,

@@ -351,6 +351,7 @@ class ModelFacts:
     vocabulary_size: int = 0
     max_positions: int | None = None
     fixed_logits: int = 0  # positions of the logits, where these are not those of the tokens (Perceiver)
+    kept_logits: int = 0  # tensors of their size that autograd keeps between head and logits, as of a soft cap
     # Positions of a sample of files that has no tokens, in all blocks; 0: they are not known, None: it has tokens.
     sample_positions: int | None = None
     padding_position: int | None = None  # id of padding, behind which positions are counted, as RoBERTa counts them

@@ -48,7 +48,7 @@ from shardwise.model.known_values import KnownValues
 from shardwise.model.layer_drop import FixedScalarDraws
 from shardwise.model.parameter_writes import ForwardEffects, ParameterWrites
 from shardwise.model.process_numbers import process_numbers_kept
-from shardwise.model.stage_cut import ExecutionOrder, leaves_of_graph
+from shardwise.model.stage_cut import ExecutionOrder, graph_behind, leaves_of_graph
 from shardwise.model.user_state import tensors_in, user_namespaces, user_state_kept
 
 Result = TypeVar("Result")
@@ -121,6 +121,7 @@ class ForwardProbe:
     attention_calls: tuple[AttentionFacts, ...] = ()
     mixes_positions: bool = False  # by a convolution or a scan
     fixed_logits: int = 0  # positions of the logits, where there are not as many as tokens
+    kept_logits: int = 0  # tensors of the logits' size that backward needs of what stands between head and logits
     handed_shape: tuple[int, ...] = ()  # of what the last block returns first; empty for no tensor
     tokens: int = 0  # of a sequence that the forward was given
     positions: int = 0  # of the hidden states [B, positions, H] of all blocks; 0 where they differ, or are none
@@ -584,6 +585,15 @@ class _RecordedForward:
         has_positions = isinstance(logits, Tensor) and logits.dim() == 3 and self.tokens
         return logits.shape[1] if has_positions and logits.shape[1] != self.tokens else 0
 
+    def _kept_logits(self, logits: Any) -> int:
+        """Return how many tensors of the size of the logits autograd keeps behind the head, as of a soft cap's tanh."""
+        of_head = self.functions.logits
+        if len(of_head) != 1 or not isinstance(logits, Tensor):
+            return 0
+        nodes = list(graph_behind(logits, [of_head[0].grad_fn]))
+        saved = (getattr(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_"))
+        return sum(isinstance(tensor, Tensor) and tensor.numel() == logits.numel() for tensor in saved)
+
     def _record_globals(self, module: nn.Module, args: Any, output: Any) -> None:
         tensors = tensors_in(self.namespaces)
         left = (where for key, where in tensors.items() if key not in self.known_globals)
@@ -624,6 +634,7 @@ class _RecordedForward:
             ),
             mixes_positions=functions.mixes_positions,
             fixed_logits=self._fixed_logits(logits),
+            kept_logits=self._kept_logits(logits),
             handed_shape=handed_shape,
             tokens=self.tokens,
             positions=handed_shape[1] if len(handed_shape) == 3 and len(set(shapes)) == 1 else 0,

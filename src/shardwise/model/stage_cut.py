@@ -155,7 +155,7 @@ class ExecutionOrder:
         output = getattr(output, "logits", output)
         self.shortcut = next((self._made[id(value)][1] for value in walk(output) if id(value) in self._made), "")
         if not self.shortcut:
-            makers = (self._makers.get(node, "") for node in _graph_behind(output, self._last_made))
+            makers = (self._makers.get(node, "") for node in graph_behind(output, self._last_made))
             self.shortcut = next(filter(None, makers), "")
         for kept in (self._made, self._makers, self._last_made):
             kept.clear()  # tensors and graphs of the forward
@@ -215,7 +215,7 @@ def _nodes(output: Any) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
-def _graph_behind(output: Any, end: Iterable[Any] = ()) -> Iterator[Any]:
+def graph_behind(output: Any, end: Iterable[Any] = ()) -> Iterator[Any]:
     """Yield the nodes of autograd's graph that lead to an output, each once, and none from `end` on."""
     nodes, visited = _nodes(output), {None, *end}
     while nodes:
@@ -227,7 +227,7 @@ def _graph_behind(output: Any, end: Iterable[Any] = ()) -> Iterator[Any]:
 
 def leaves_of_graph(output: Any) -> set[int]:
     """Return the tensors, by identity, to which autograd would bring a gradient of the output."""
-    return {id(node.variable) for node in _graph_behind(output) if hasattr(node, "variable")}
+    return {id(node.variable) for node in graph_behind(output) if hasattr(node, "variable")}
 
 
 def encoder_of(model: nn.Module, lists: Sequence[Sequence[str]]) -> str:

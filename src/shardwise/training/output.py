@@ -160,8 +160,9 @@ def _check_goes_on(job: Job) -> None:
     changes = list(_changes(job, manifest.job))
     if changes:
         raise OutputError(
-            f"{where}: {listed(changes)}; nothing was overwritten; restore what it was, or go on from its newest "
-            f"checkpoint with --checkpoint.resume {store.root}/{name} --output NEW_DIRECTORY"
+            f"{where}: {listed(changes)}; nothing was overwritten; restore what it was, or start anew with --output "
+            f"NEW_DIRECTORY; with --checkpoint.resume {store.root}/{name} beside that it goes on from its newest "
+            "checkpoint, where weights and samples are the same"
         )
 
 

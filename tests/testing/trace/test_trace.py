@@ -71,6 +71,7 @@ AXES: dict[str, dict[str, Any]] = {
         "memory": {"activation_checkpointing": "full", "checkpoint_every": 2},
     },
     "GPipe": {"parallel": {"pipeline_parallel_degree": 4, "pipeline": "simple"}},
+    "a soft cap on logits": {"model": {"config": toy_config("gemma2", vocab_size=32768, max_position_embeddings=128)}},
     "averages": {"training": {"ema_decay": 0.99}},
     "full": {"memory": {"activation_checkpointing": "full"}},
     "selective": {"memory": {"activation_checkpointing": "selective"}},

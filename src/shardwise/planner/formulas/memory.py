@@ -168,15 +168,16 @@ class _Step(RankMemory):
     def at_loss(self, in_flight: InFlight) -> MemoryEstimate:
         """The last chunk of the loss: logits of R rows in the loss dtype (and first in the compute dtype), gradients of
         hidden states and head; hidden states before and after the final norm. A share of the head's gradient is added
-        up in the loss dtype, on CUDA without being made first. Whole logits: log-softmax, its gradient and that of the
-        logits."""
+        up in the loss dtype, on CUDA without being made first. Whole logits: log-softmax, its gradient, that of the
+        logits, and what a soft cap keeps."""
         size, vocabulary = self.base("loss", in_flight), self.vocabulary
         if self.plan.chunked_loss:
             rows, cast = min(self.tokens, self.job.memory.loss_chunk_tokens), self._cast
             logits = float(rows * vocabulary * (self.loss + cast))
             gradients = self.head * (self.loss + (0 if kernels_of(self.plan.world.device_type) == CUDA else cast))
         else:
-            logits, gradients = 3.0 * self.tokens * vocabulary * self.loss, 0.0
+            sizes = 3.0 * self.loss + self.facts.kept_logits * self.compute
+            logits, gradients = self.tokens * vocabulary * sizes, 0.0
         return replace(
             size,
             gathered=size.gathered + self._gathered(self._kept_whole(in_flight)),
