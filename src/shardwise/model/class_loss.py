@@ -63,7 +63,7 @@ def class_loss(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> str:
 
 
 def _kind(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor, device: str, dtype: torch.dtype) -> str:
-    recorded, arguments = _CrossEntropy(), {**inputs, "labels": labels}
+    recorded, arguments = _CrossEntropy(), dict[str, Any](inputs) | {"labels": labels}
     if getattr(model.config, "output_router_logits", False):  # the routers' loss is added by us
         arguments["output_router_logits"] = False
     run = run_on_fakes(copy_to_probe(model), arguments, device, dtype, watching=recorded)
