@@ -13,6 +13,7 @@ from shardwise.planner.formulas.layer import block_time
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.published.evaluate import error_summary, evaluate_rows
 from shardwise.planner.published.mapping import configuration, mapped
+from shardwise.planner.published.measurement import measured
 from shardwise.planner.published.tables import COLUMNS, read_table
 from shardwise.planner.published.unstated import MICROBATCHES, fits, with_checkpointing
 
@@ -61,6 +62,10 @@ CHECKPOINTED = {
     "selective (op)": ("half", 1.0),
     "core_attn": ("attention", 1.0),
     "every 2nd layer": ("full", 0.5),
+    "every layer": ("full", 1.0),
+    "All blocks": ("full", 1.0),
+    "full granularity": ("full", 1.0),
+    "selective granularity": ("attention", 1.0),
     "8 of 32": ("full", 0.25),
     "25%": ("full", 0.25),
     "disabled": ("none", 0.0),
@@ -71,6 +76,16 @@ CHECKPOINTED = {
 def test_checkpointing_in_other_words(words: str, tmp_path: Path) -> None:
     found = configuration(read_table(written(tmp_path, {"act_ckpt": words}))[0])
     assert (found.checkpointing, found.checkpointed) == CHECKPOINTED[words]
+
+
+@pytest.mark.parametrize(
+    ("words", "convention"),
+    [("PaLM (2022)", "palm"), ("Megatron, 2022", "megatron-2022"), ("8P", "8P"), ("model FLOPs", "palm")],
+)
+def test_conventions_of_flops_in_other_words(words: str, convention: str, tmp_path: Path) -> None:
+    changes: dict[str, object] = {"step_s": "", "tok_s_gpu": "", "tflops_gpu": 400, "flops_convention": words}
+    measurement = measured(read_table(written(tmp_path, changes))[0])
+    assert measurement is not None and (measurement.unit, measurement.convention) == ("tflops_gpu", convention)
 
 
 def test_a_stack_of_odd_tables_is_mapped_but_for_what_is_not_modelled(tmp_path: Path) -> None:
@@ -212,7 +227,7 @@ def test_messages_hide_where_a_rank_has_several_stages(tmp_path: Path) -> None:
 
 def test_a_capacity_means_shapes_that_never_change(tmp_path: Path) -> None:
     """So nobody waits for numbers of rows, and graphs make all launches, unless a row says that they make none."""
-    words = ({"notes": "dropless"}, {"notes": "token drop (capacity), not dropless"})
+    words = ({"notes": "dropless, or token dropless"}, {"notes": "token drop (capacity), not dropless"})
     none = {"cuda_graph": "none:"}
     rows = read_table(written(tmp_path, *(EXPERTS | none | word for word in words), EXPERTS | words[1]))
     waits, drops, graphs = (configuration(row) for row in rows)

@@ -33,10 +33,11 @@ def measured(row: Row) -> Measured | None:
 def _convention(text: str) -> str:
     words = text.lower()
     for pattern, name in (
+        ("palm", "palm"),  # whose paper is of a year too
         (r"8p|\(a\)", "8P"),
         (r"2021|96|\(b\)", "megatron-2021"),
         (r"2022|72|\(d\)", "megatron-2022"),
-        (r"palm|6p|model|\(c\)|^$", "palm"),
+        (r"6p|model|\(c\)|^$", "palm"),
     ):
         if re.search(pattern, words):
             return name

@@ -10,6 +10,7 @@ from shardwise.planner.published.row import Row, Unmapped
 _CHECKPOINTING = (
     (r"^(none|no|off|false|0|disabled)$", ("none", 0.0)),
     (r"selective.*\bop|op-level|\bsac\b|^op$", ("half", 1.0)),
+    (r"^full|^(every|all|each).?(transformer.?)?(layer|block)s?$", ("full", 1.0)),
     (r"selective-layer|every|layer", ("full", 0.5)),
     (r"^sel|attention|attn|granular", ("attention", 1.0)),
     (r"full|block|uniform|true|yes|on\b|^1$", ("full", 1.0)),
@@ -111,4 +112,4 @@ def copies_on_nodes(row: Row) -> bool:
 def drops_rows(row: Row) -> bool:
     """Return whether a row's words say that experts have a capacity, beyond which they drop what comes."""
     words = " ".join(row.text.get(column, "").lower() for column in ("router", "table", "notes"))
-    return re.search(r"(?<!no )(?<!without )(token.?drop|drop.?and.?pad|capacity factor)", words) is not None
+    return re.search(r"(?<!no )(?<!without )(token.?drop(?!less)|drop.?and.?pad|capacity factor)", words) is not None
