@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from shardwise.checkpoint.adapters import file_name, file_tensor, own_tensor
 from shardwise.checkpoint.export import export_checkpoint
-from shardwise.errors import ConfigError, ModelError, OutputError, ShardwiseError
+from shardwise.checkpoint.merging import merged
+from shardwise.errors import CheckpointError, ConfigError, ModelError, OutputError, ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.model.facts import LayerAdapter
 from shardwise.testing.oracle_quantization import quantize_base
@@ -289,3 +290,12 @@ def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path) -> No
     make_adapter(base, tmp_path / "peft")
     with pytest.raises(ModelError, match="another base"):
         study(a_job(base, tmp_path, "gpt2", adapter={"path": str(tmp_path / "peft")}))
+
+
+def test_a_layer_without_a_part_of_its_adapter_is_not_left_out_of_what_is_merged() -> None:
+    adapter = LayerAdapter(rank=1, scaling=1.0, dropout=0.0, inputs=3, outputs=2, transposed=False)
+    parts = {"block.weight": torch.ones(2, 3), "block.lora_A.weight": torch.ones(1, 3), "norm.weight": torch.ones(2)}
+    with pytest.raises(CheckpointError, match=r"block cannot be merged: .* there is lora_A, weight alone"):
+        list(merged(parts.items(), {"block": adapter}))
+    whole = dict(merged([*parts.items(), ("block.lora_B.weight", torch.ones(2, 1))], {"block": adapter}))
+    assert whole["block.weight"].equal(torch.full((2, 3), 2.0)) and list(whole) == ["norm.weight", "block.weight"]

@@ -118,6 +118,13 @@ def test_hosts_train_together_are_seen_and_stop(hosts: NamedHosts, tmp_path: Pat
     jobs.stop_job(out)
     wait_until(lambda: jobs.job_status(out) == "host1: ended  host2: ended", "it ends", lambda: jobs.job_logs(out))
     assert "SIGTERM received by rank" in jobs.job_logs(out)
+    # The number of the process may be another one's by now.
+    with subprocess.Popen(["sleep", "600"], cwd=tmp_path) as other:
+        (tmp_path / "home" / "shardwise-jobs" / "run" / "process-0.txt").write_text(str(other.pid))
+        assert jobs.job_status(out) == "host1: ended  host2: ended"
+        jobs.stop_job(out)
+        assert other.poll() is None
+        kill(other.pid)
     assert list((tmp_path / "run-run" / "checkpoints").glob("step*"))
 
 

@@ -7,14 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from shardwise.errors import CheckpointError
 from shardwise.model.adapters import LORA_A, LORA_B, MAGNITUDE, adapted_parameter, adapter_shapes
 from shardwise.model.facts import LayerAdapter
+from shardwise.words import listed
 
 WEIGHT = "weight"  # the part of an adapted layer that is the model's own
 
 
 def merged(tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAdapter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors` by name with `adapters` merged; an adapter follows its layer, whose weight is held until then."""
+    """Yield `tensors` by name with `adapters` merged; an adapter follows its layer, whose weight is held until then.
+
+    Raises:
+        CheckpointError: a part of a layer, or of its adapter, is not among them.
+    """
     waiting: dict[str, dict[str, Tensor]] = {}
     layers = {adapted_parameter(layer, adapter): layer for layer, adapter in adapters.items()}
     for name, tensor in tensors:
@@ -27,6 +33,12 @@ def merged(tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAd
         if len(parts) == 1 + len(adapter_shapes(layer, adapters[layer])):
             adapter = adapters[layer]
             yield adapted_parameter(layer, adapter), merged_weight(waiting.pop(layer), adapter)
+    if waiting:
+        layer, parts = next(iter(waiting.items()))
+        raise CheckpointError(
+            f"{layer} cannot be merged: of it and its adapter there is {listed(sorted(parts))} alone; the checkpoint "
+            "lacks the rest"
+        )
 
 
 @torch.no_grad()

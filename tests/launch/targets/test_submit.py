@@ -22,6 +22,7 @@ from shardwise.launch import jobs
 from shardwise.launch.client import HalfSubmittedError
 from shardwise.launch.launcher import launch, submit_record
 from shardwise.launch.record import LaunchRecord, read_record
+from shardwise.launch.targets import ssh
 from shardwise.launch.targets.local import SCRIPT, LocalTarget
 from tests.launch.targets.conftest import FakeClients
 from tests.launch.targets.jobs_for_launch import job_for, launch_of_tutorial
@@ -302,6 +303,22 @@ def test_a_script_of_this_machine_is_known_by_process_and_start(local_record: La
     with pytest.raises(LaunchError, match="run has ended already; there is nothing to stop"):
         target.stop(local_record)
     assert target.status(replace(local_record, identifier="")) == "ended"
+
+
+def test_a_process_of_another_directory_is_not_stopped_for_its_number(tmp_path: Path) -> None:
+    """What a shell on a host is told: the number of a process that has ended may be another one's by now."""
+    (tmp_path / "job").mkdir()
+    for directory, code in ((tmp_path, None), (tmp_path / "job", -signal.SIGTERM)):
+        with subprocess.Popen(["sleep", "600"], cwd=directory) as process:
+            (tmp_path / "job" / ssh._process(0)).write_text(str(process.pid))
+            runs = subprocess.run(["sh", "-c", ssh._runs("job", 0)], cwd=tmp_path, stderr=subprocess.DEVNULL)
+            subprocess.run(["sh", "-c", ssh._stop("job", 0)], cwd=tmp_path, check=True)
+            if code is None:
+                assert process.poll() is None and runs.returncode == 1
+                process.terminate()
+            else:
+                assert process.wait(30) == code and runs.returncode == 0
+    subprocess.run(["sh", "-c", ssh._stop("none", 0)], cwd=tmp_path, check=True)
 
 
 @pytest.mark.slow

@@ -140,8 +140,8 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
         Raises:
             LaunchError: no host answers.
         """
-        check = "kill -0 $(cat {}) 2>/dev/null && echo running || echo ended"
-        answers = _ask_all(record, lambda index: ["sh", "-c", check.format(f"{_directory(record)}/{_process(index)}")])
+        check = "if {}; then echo running; else echo ended; fi"
+        answers = _ask_all(record, lambda index: ["sh", "-c", check.format(_runs(_directory(record), index))])
         return "  ".join(f"{host}: {answer.strip()}" for host, answer in _with_silent(answers))
 
     def logs(self, record: LaunchRecord) -> str:
@@ -160,8 +160,7 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
         Raises:
             LaunchError: with the hosts that do not answer; the others were told.
         """
-        stop = "kill -TERM $(cat {}) 2>/dev/null || true"
-        answers = _ask_all(record, lambda index: ["sh", "-c", stop.format(f"{_directory(record)}/{_process(index)}")])
+        answers = _ask_all(record, lambda index: ["sh", "-c", _stop(_directory(record), index)])
         silent = [f"{host} ({answer})" for host, answer in answers if isinstance(answer, LaunchError)]
         if silent:
             raise LaunchError(f"not stopped, since it does not answer: {', '.join(silent)}; the others were told to")
@@ -217,13 +216,24 @@ def _process(index: int) -> str:
     return f"process-{index}.txt"
 
 
+def _runs(place: str, index: int) -> str:
+    """Return a condition of a shell: the process that was started in `place` is there.
+
+    Its number may be another process's by now, which has another working directory.
+    """
+    return f"[ /proc/$(cat {place}/{_process(index)} 2>/dev/null)/cwd -ef {place} ]"
+
+
+def _stop(place: str, index: int) -> str:
+    """Return a shell's words that send SIGTERM to the process that was started in `place`, if it is there."""
+    return f"if {_runs(place, index)}; then kill -TERM $(cat {place}/{_process(index)}); fi"
+
+
 def _take_back(hosts: list[str], place: str, reason: LaunchError) -> None:
     """Stop what was started, then remove what was copied. Raises HalfSubmittedError where a host does not answer."""
     files = f"{SCRIPT} {JOB_FILE} log-*.txt process-*.txt"
     remove = f"[ ! -d {place} ] || {{ cd {place} && rm -f {files}; cd; rmdir {place}; }}"
-    stops = [
-        f"[ ! -e {place}/{name} ] || kill -TERM $(cat {place}/{name})" for name in map(_process, range(len(hosts)))
-    ]
+    stops = [_stop(place, index) for index in range(len(hosts))]
     for host, words in [*zip(hosts, stops, strict=True), *((host, remove) for host in hosts)]:
         try:
             _remote(host, ["sh", "-c", words])
