@@ -4,7 +4,8 @@ Peaks are the vendors' own, without sparsity, at the product's boost clock:
 
 - Volta: "NVIDIA Tesla V100 GPU Accelerator" and "NVIDIA V100S" datasheets. Turing: "NVIDIA T4" datasheet.
 - Ampere: "NVIDIA A100 Tensor Core GPU", "A30", "A40" and "A10" datasheets, "NVIDIA A10G" datasheet (half of its
-  sparse 140). The A800 differs from the A100 in NVLink only.
+  sparse 140). The A800 differs from the A100 in NVLink only, the H800 from the H100 in NVLink and fp64: 400 GB/s both
+  ways, "NVIDIA A800" and "NVIDIA H800" datasheets.
 - Ada: "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets; they print figures with sparsity, halved here.
 - Hopper: "NVIDIA H100 Tensor Core GPU" and "NVIDIA H200" datasheets, with sparsity, halved here; the unrounded 989.4
   of the SXM part is in the "NVIDIA H100 Tensor Core GPU Architecture" paper. GH200: "NVIDIA GH200 Grace Hopper".
