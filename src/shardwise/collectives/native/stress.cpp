@@ -1,7 +1,7 @@
 // A stress of the engine without torch, for the sanitizers: ranks as threads over one shared memory, or over several and
 // connections between them, random operations with checked results, messages beside them, and a group that breaks. While
-// hosts meet, a stranger calls at their gates. Ahead of it means of integers; at the end tasks in turn with callbacks that
-// wait for tasks.
+// hosts meet, a stranger calls at their gates. Ahead of it means of integers and the edges of connections; at the end tasks
+// in turn with callbacks that wait for tasks.
 // Built by tests/collectives/test_engine_build.py.
 //
 //   stress RANKS ROUNDS SEED [HOSTS]
@@ -21,6 +21,7 @@
 #include "hosts.h"
 #include "messages.h"
 #include "monitored_barrier.h"
+#include "stress_edges.h"
 #include "thread_pool.h"
 #include "turns.h"
 
@@ -30,12 +31,6 @@ namespace {
 
 constexpr int64_t kPatience = 60 * kNanoseconds;
 constexpr uint64_t kLarge = 1100003;  // sums go in a chain and outputs past the caches; no part but the first is aligned
-
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "wrong: %s\n", what);
-  std::abort();
-}
 
 // What a rank contributes at an index: whole numbers, so that every sum is exact.
 float value(int round, int rank, uint64_t index) { return static_cast<float>((round + 3 * rank + index) % 17); }
@@ -326,6 +321,7 @@ int main(int count, char** words) {
   const unsigned seed = static_cast<unsigned>(std::atoi(words[3]));
   mean_of<int8_t>(Number::i8);
   mean_of<uint8_t>(Number::u8);
+  read_what_is_awaited();
   const uint64_t token[2] = {11, 22};
   std::vector<std::vector<int>> hosts(host_count);
   for (int rank = 0; rank < ranks; ++rank) hosts[rank % host_count].push_back(rank);

@@ -23,26 +23,32 @@ constexpr int64_t kFarewell = 5 * kNanoseconds;
 void set(int socket, int level, int option, int value) { setsockopt(socket, level, option, &value, sizeof value); }
 
 // Adds to what is posted; true where there was nothing before.
-bool post(std::deque<Wire::Span>& posted, uint64_t& position, const std::vector<Wire::Span>& spans) {
+bool post(std::deque<Wire::Posted>& posted, uint64_t& position, const std::vector<Wire::Span>& spans) {
   const bool idle = posted.empty();
   for (const Wire::Span& span : spans) {
     if (span.count == 0) continue;
-    posted.push_back(span);
+    posted.push_back({span, false});
     position += span.count;
   }
+  if (!posted.empty()) posted.back().ends = true;
   return idle && !posted.empty();
 }
 
-// How many bytes are posted, up to `most`.
-uint64_t up_to(uint64_t most, const std::deque<Wire::Span>& posted) {
+// How many bytes the first call still waits for, up to `most`. What later calls wait for may be sent only once its sender
+// has heard of this rank again, which waits for the first.
+uint64_t up_to(uint64_t most, const std::deque<Wire::Posted>& posted) {
   uint64_t bytes = 0;
-  for (size_t i = 0; i < posted.size() && bytes < most; ++i) bytes += posted[i].count;
+  for (size_t i = 0; bytes < most; ++i) {
+    bytes += posted[i].count;
+    if (posted[i].ends) break;
+  }
   return std::min(bytes, most);
 }
 
 // One call of `system` that moves what is posted first: up to a turn of it, from or to up to `kSpans` places.
 template <class System>
-Moved move_front(std::deque<Wire::Span>& posted, std::atomic<uint64_t>& position, uint64_t& total, bool& done, System system) {
+Moved move_front(std::deque<Wire::Posted>& posted, std::atomic<uint64_t>& position, uint64_t& total, bool& done,
+                 System system) {
   iovec places[kSpans];
   msghdr message{};
   message.msg_iov = places;

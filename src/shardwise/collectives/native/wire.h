@@ -42,8 +42,12 @@ class Wire {
     char* bytes;
     uint64_t count;
   };
+  struct Posted : Span {
+    bool ends;  // the last place of its call
+  };
 
-  // Post bytes of the data connection. The memory must stay until the position returned has been passed.
+  // Post bytes of the data connection. The memory must stay until the position returned has been passed, and whoever waits
+  // waits for such a position: what comes before it may be left in the socket until the rest is there too.
   uint64_t send(int peer, const void* bytes, uint64_t count) { return send(peer, {{/* only read */ const_cast<char*>(static_cast<const char*>(bytes)), count}}); }
   uint64_t receive(int peer, void* bytes, uint64_t count) { return receive(peer, {{static_cast<char*>(bytes), count}}); }
   // The same of bytes that lie in several places, and are one after the other on the connection.
@@ -81,7 +85,7 @@ class Wire {
     mutable std::mutex mutex;
     Sockets sockets{{-1, -1, -1}};
     std::array<uint32_t, kLanes> armed{};  // what epoll waits for
-    std::deque<Span> out, in;
+    std::deque<Posted> out, in;
     uint64_t posted_out = 0, posted_in = 0;  // of the posting thread alone
     std::atomic<uint64_t> sent{0}, received{0};
     std::atomic<uint32_t> state{there};

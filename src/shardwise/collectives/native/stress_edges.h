@@ -1,0 +1,88 @@
+// What connections and gates meet outside of a healthy group, for the stress: bytes that come a few at a time.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include <arpa/inet.h>
+#include <sched.h>
+#include <sys/socket.h>
+
+#include "gate.h"
+#include "wire.h"
+
+namespace shardwise {
+
+constexpr int64_t kEdgePatience = 10 * kNanoseconds;
+
+inline void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "wrong: %s\n", what);
+  std::abort();
+}
+
+template <class Ready>
+void await(const char* what, Ready ready) {
+  for (const int64_t until = now() + kEdgePatience; !ready(); sched_yield()) require(now() < until, what);
+}
+
+// Both ends of a connection over loopback.
+inline std::array<int, 2> connection() {
+  const int listening = socket(AF_INET, SOCK_STREAM, 0), caller = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in at{};
+  at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof at;
+  auto* const address = reinterpret_cast<sockaddr*>(&at);
+  require(bind(listening, address, size) == 0 && listen(listening, 1) == 0, "a socket that listens");
+  require(getsockname(listening, address, &size) == 0 && connect(caller, address, size) == 0, "a call over loopback");
+  const std::array<int, 2> ends{accept(listening, nullptr, nullptr), caller};
+  close(listening);
+  return ends;
+}
+
+// Rank 0 of a group whose rank 1, on another host, is the stress itself: it has the other ends.
+struct ByHand {
+  Sockets other{};
+  std::unique_ptr<Room> room;
+  std::unique_ptr<Wire> wire;
+
+  ByHand() {
+    const uint64_t token[2] = {1, 2};
+    room = std::make_unique<Room>(Room::create(1, token), 0, 1, token, std::vector<int>{0});
+    Sockets own{};
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const std::array<int, 2> ends = connection();
+      own[lane] = ends[0], other[lane] = ends[1];
+    }
+    const std::vector<Sockets> all{Sockets{{-1, -1, -1}}, own};
+    wire = std::make_unique<Wire>(*room, all, std::vector<int>{0, 1}, std::vector<std::string>{"rank 0", "rank 1"});
+  }
+  ~ByHand() {
+    for (const int socket : other) close(socket);
+  }
+  ByHand(const ByHand&) = delete;
+  ByHand& operator=(const ByHand&) = delete;
+
+  void put(Lane lane, const void* bytes, size_t count) const {
+    require(::send(other[lane], bytes, count, MSG_NOSIGNAL) == static_cast<ssize_t>(count), "bytes of rank 1");
+  }
+};
+
+// The end of what was posted first is read though it is small and more is posted, which rank 1 would not send before it
+// has an answer.
+inline void read_what_is_awaited() {
+  constexpr uint64_t kChunk = 100 << 10, kFirst = 64 << 10;
+  std::vector<char> chunk(kChunk), result(kChunk), sent(kChunk, 'x');
+  const ByHand peer;
+  const uint64_t until = peer.wire->receive(1, chunk.data(), kChunk);
+  peer.wire->receive(1, result.data(), kChunk);
+  peer.put(data, sent.data(), kFirst);
+  await("the beginning of a chunk stays in the socket", [&] { return peer.wire->received(1) >= kFirst; });
+  peer.put(data, sent.data(), kChunk - kFirst);
+  await("the end of a chunk stays in the socket", [&] { return peer.wire->received(1) >= until; });
+  require(chunk == sent, "a chunk that came in parts");
+}
+
+}  // namespace shardwise
