@@ -172,6 +172,21 @@ def test_nothing_is_left_of_a_destroyed_group(world_pool: WorldPool) -> None:
         assert files <= 0 and threads == 0
 
 
+def aborted_after_its_end() -> bool:
+    group = engine_group()
+    dist.all_reduce(torch.ones(4), group=group)
+    backend = group._get_backend(torch.device("cpu"))
+    backend.shutdown()
+    others = [bytearray(size) for size in range(16, 4000, 8) for _ in range(20)]  # memory that the group gave back
+    backend.abort()
+    backend.abort()
+    return not any(map(any, others))
+
+
+def test_a_group_that_has_ended_may_be_aborted(world_pool: WorldPool) -> None:
+    assert world_pool.run(2, spread, 2, aborted_after_its_end) == [True, True]
+
+
 def without_interface() -> str:
     if dist.get_rank() == 1:
         os.environ[engine.INTERFACE_VARIABLE] = "none0"

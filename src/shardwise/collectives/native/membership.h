@@ -59,7 +59,7 @@ class Membership {
       messenger.swap(messenger_);
     }
     messenger.reset();
-    wire_.reset();
+    if (wire_) wire_->end();  // its memory stays: others may be about to tell it something
     room_->leave();
     left_ = true;
   }

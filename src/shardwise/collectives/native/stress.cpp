@@ -343,7 +343,9 @@ int main(int count, char** words) {
       host_count > 1 ? open(own, Places(rank, hosts), *gates[rank], gates) : open_alone(own);
       run(*own.group, *own.messenger, rank, ranks, rounds, seed);
       own.messenger.reset();
-      own.wire.reset();
+      if (host_count == 1) return;
+      own.wire->end();
+      own.wire->tell_failure("told after the end");
     });
   }
   for (std::thread& thread : threads) thread.join();

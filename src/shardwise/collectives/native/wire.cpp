@@ -99,7 +99,10 @@ Wire::Wire(Room& room, const std::vector<Sockets>& sockets, std::vector<int> nam
   thread_ = std::thread([this] { run(); });
 }
 
-Wire::~Wire() {
+Wire::~Wire() { end(); }
+
+void Wire::end() {
+  if (!thread_.joinable()) return;
   finish_mail();
   stopping_.store(true);
   const uint64_t one = 1;

@@ -35,6 +35,9 @@ class Wire {
   // "rank 3 (process 12 at 10.0.0.2)".
   Wire(Room& room, const std::vector<Sockets>& sockets, std::vector<int> names, std::vector<std::string> who);
   ~Wire();
+  // Sends the messages that are in the outboxes, says goodbye, and closes all connections. Whoever still has this wire may
+  // go on calling it, and nothing moves. Once.
+  void end();
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
 
@@ -126,7 +129,7 @@ class Wire {
   std::vector<std::unique_ptr<Link>> links_;
   Signal moved_{};
   Signal* bell_;
-  int poll_ = -1, waker_ = -1;
+  int poll_ = -1, waker_ = -1;  // of the thread; others use the first only while a socket is open
   std::atomic<bool> stopping_{false}, told_{false};
   std::mutex call_mutex_;
   Call call_{};
