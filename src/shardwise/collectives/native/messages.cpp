@@ -88,8 +88,8 @@ void Messenger::progress() {
       if (!incoming_.empty()) deliver_kept(peer);
       if (wanted(peer)) pull(peer);
     }
-  } catch (const Failure&) {
-    fail_all(std::current_exception());
+  } catch (const std::exception& error) {
+    fail_all_by(error);
   }
 }
 
@@ -120,11 +120,13 @@ void Messenger::pull(int from) {
   bool any = false;
   while (read != ring.written.load(std::memory_order_acquire)) {
     const Frame& frame = ring.frames[read % kFrames];
-    if (frame.offset == 0 && !start(from, frame)) break;
+    if (peers_[from].arriving.empty() && frame.offset == 0 && !start(from, frame)) break;
+    check_continues(from, frame);
     Arrival& arrival = peers_[from].arriving.front();
     char* to = arrival.receiver.empty() ? arrival.aside.data() : arrival.receiver.front().data;
     if (frame.length) std::memcpy(to + frame.offset, frame.data, frame.length);
-    const bool whole = frame.offset + frame.length == frame.total;
+    arrival.came += frame.length;
+    const bool whole = arrival.came == arrival.total;
     ring.read.store(++read, std::memory_order_release);
     any = true;
     if (whole) finish_arrival(from);
@@ -143,6 +145,17 @@ bool Messenger::start(int from, const Frame& frame) {
   }
   peers_[from].arriving.push_back(std::move(arrival));
   return true;
+}
+
+// A frame says where its bytes go, and was made by another process, maybe on another host.
+void Messenger::check_continues(int from, const Frame& frame) const {
+  const std::list<Arrival>& arriving = peers_[from].arriving;
+  const auto is_next = [&](const Arrival& arrival) {
+    const bool is_same = arrival.tag == frame.tag && arrival.dtype == frame.dtype && arrival.total == frame.total;
+    return is_same && arrival.came == frame.offset;
+  };
+  if (!arriving.empty() && is_next(arriving.front())) return;
+  group_.fail("rank " + group_.called(from) + " sent a piece of a message that it had not begun");
 }
 
 void Messenger::finish_arrival(int from) {
@@ -212,8 +225,8 @@ void Messenger::look_around(const std::vector<std::string>& gone) {
         for (const Transfer& transfer : arrival.receiver) look_at(transfer, gone);
       }
     }
-  } catch (const Failure&) {
-    fail_all(std::current_exception());
+  } catch (const std::exception& error) {
+    fail_all_by(error);
   }
 }
 
@@ -238,6 +251,16 @@ void Messenger::fail_all(std::exception_ptr error) {
     for (Arrival& arrival : peer.arriving) fail(arrival.receiver);
     peer.arriving.clear();
     peer.kept.clear();
+  }
+}
+
+// Of an error that is none of the engine's own, no memory for what is kept aside say, the group hears first.
+void Messenger::fail_all_by(const std::exception& error) {
+  try {
+    if (dynamic_cast<const Failure*>(&error) != nullptr) throw;
+    group_.fail("rank " + group_.called(group_.rank) + " could not move messages: " + error.what());
+  } catch (const Failure&) {
+    fail_all(std::current_exception());
   }
 }
 

@@ -47,6 +47,7 @@ class Messenger {
     uint64_t total;
     std::list<Transfer> receiver;  // one or none
     std::vector<char> aside;
+    uint64_t came = 0;  // bytes of it
   };
   struct Peer {
     std::list<Transfer> outgoing;
@@ -65,6 +66,7 @@ class Messenger {
   void push(int to);
   void pull(int from);
   bool start(int from, const Frame& frame);
+  void check_continues(int from, const Frame& frame) const;
   void finish_arrival(int from);
   void deliver_kept(int from);
   void finish(Transfer& transfer, int source);
@@ -74,6 +76,7 @@ class Messenger {
   void look_around(const std::vector<std::string>& gone);
   void look_at(const Transfer& transfer, const std::vector<std::string>& gone);
   void fail_all(std::exception_ptr error);
+  void fail_all_by(const std::exception& error);
   void hand_over(std::unique_lock<std::mutex>& lock);
   void check_size(const Transfer& transfer, int from, int32_t dtype, uint64_t total);
   std::string describe(const Transfer& transfer) const;

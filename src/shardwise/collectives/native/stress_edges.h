@@ -1,8 +1,10 @@
-// What connections and gates meet outside of a healthy group, for the stress: bytes that come a few at a time.
+// What connections and gates meet outside of a healthy group, for the stress: bytes that come a few at a time, and
+// messages that no sender of this engine sends.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -11,6 +13,7 @@
 #include <sys/socket.h>
 
 #include "gate.h"
+#include "messages.h"
 #include "wire.h"
 
 namespace shardwise {
@@ -68,6 +71,7 @@ struct ByHand {
   void put(Lane lane, const void* bytes, size_t count) const {
     require(::send(other[lane], bytes, count, MSG_NOSIGNAL) == static_cast<ssize_t>(count), "bytes of rank 1");
   }
+  Peers peers() const { return Peers(*room, *wire, 0, {0, -1}, {0, 1}); }
 };
 
 // The end of what was posted first is read though it is small and more is posted, which rank 1 would not send before it
@@ -83,6 +87,37 @@ inline void read_what_is_awaited() {
   peer.put(data, sent.data(), kChunk - kFirst);
   await("the end of a chunk stays in the socket", [&] { return peer.wire->received(1) >= until; });
   require(chunk == sent, "a chunk that came in parts");
+}
+
+// A message of 8 bytes with tag 5 is awaited where such frames come: it ends with an error, and nothing else is written.
+inline void refuse_frames(const std::vector<Frame>& frames, const char* words) {
+  std::atomic<bool> told{false}, right{false};
+  const auto done = [&](std::exception_ptr error, int) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const Failure& failure) {
+      right.store(std::strstr(failure.what(), words) != nullptr);
+    }
+    told.store(true);
+  };
+  uint64_t memory = 0;
+  const ByHand peer;
+  Messenger messenger(peer.peers());
+  messenger.receive(1, 5, 0, &memory, sizeof memory, 6 * kEdgePatience, done);
+  for (const Frame& frame : frames) peer.put(mail, &frame, offsetof(Frame, data) + frame.length);
+  await("a frame that is none goes unnoticed", [&] { return told.load(); });
+  require(right.load(), words);
+}
+
+inline void refuse_what_is_no_message() {
+  constexpr uint64_t kFar = 1 << 30;
+  const char* const piece = "rank 1 sent a piece of a message that it had not begun";
+  const Frame first{5, 0, 8, 0, 4, {}};
+  refuse_frames({first, {5, 0, 2 * kFar, kFar, kFrameBytes, {}}}, piece);
+  refuse_frames({first, {6, 0, 8, 4, 4, {}}}, piece);
+  refuse_frames({first, first}, piece);
+  refuse_frames({{5, 0, 8, 4, 4, {}}}, piece);
+  refuse_frames({{6, 0, ~0ull, 0, 8, {}}}, "rank 0 could not move messages: ");  // more than any memory, to be kept aside
 }
 
 }  // namespace shardwise
