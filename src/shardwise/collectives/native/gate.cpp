@@ -55,10 +55,16 @@ bool equal(const Secret& a, const Secret& b) {
   return difference == 0;
 }
 
+// False with ETIMEDOUT once it is too late. A signal that comes meanwhile does not end the wait.
 bool wait_for(int socket, short events, int64_t until) {
   pollfd one{socket, events, 0};
-  const int64_t rest = until - now();
-  return rest > 0 && poll(&one, 1, static_cast<int>(rest / 1000000) + 1) > 0;
+  for (int64_t rest; (rest = until - now()) > 0;) {
+    const int ready = poll(&one, 1, static_cast<int>(std::min(rest, kNanoseconds) / 1000000) + 1);
+    if (ready > 0) return true;
+    if (ready < 0 && errno != EINTR) return false;
+  }
+  errno = ETIMEDOUT;
+  return false;
 }
 
 // Owns a socket until it is let go.
@@ -101,10 +107,12 @@ std::unique_ptr<Caller> call(const std::string& own, const std::string& address,
   return caller;
 }
 
+// False where the gate gives none: with ETIMEDOUT, or another error, or none of them where it closes.
 bool read_answer(int socket, Secret& answer, int64_t until) {
   for (size_t have = 0; have < answer.size();) {
     if (!wait_for(socket, POLLIN, until)) return false;
     const ssize_t got = recv(socket, answer.data() + have, answer.size() - have, MSG_DONTWAIT);
+    if (got == 0) errno = 0;
     if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return false;
     have += got > 0 ? static_cast<size_t>(got) : 0;
   }
@@ -249,7 +257,9 @@ std::vector<Sockets> Gate::meet(const Party& party, int64_t timeout) {
   for (int peer = 0; peer < size; ++peer) {
     for (int lane = 0; is_called(peer) && lane < kLanes; ++lane) {
       Secret answer{};
-      if (!read_answer(found[peer][lane], answer, until) || !equal(answer, party.answered)) {
+      const bool whole = read_answer(found[peer][lane], answer, until);
+      if (!whole && errno == ETIMEDOUT) throw closed(party.who[peer] + " did not answer in time" + fix);
+      if (!whole || !equal(answer, party.answered)) {
         throw closed(party.who[peer] + " did not answer as a rank of this group" + fix);
       }
     }

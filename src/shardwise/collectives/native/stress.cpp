@@ -323,6 +323,7 @@ int main(int count, char** words) {
   mean_of<uint8_t>(Number::u8);
   read_what_is_awaited();
   refuse_what_is_no_message();
+  meet_in_spite_of_signals();
   const uint64_t token[2] = {11, 22};
   std::vector<std::vector<int>> hosts(host_count);
   for (int rank = 0; rank < ranks; ++rank) hosts[rank % host_count].push_back(rank);

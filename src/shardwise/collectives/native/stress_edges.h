@@ -1,11 +1,14 @@
-// What connections and gates meet outside of a healthy group, for the stress: bytes that come a few at a time, and
-// messages that no sender of this engine sends.
+// What connections and gates meet outside of a healthy group, for the stress: bytes that come a few at a time,
+// messages that no sender of this engine sends, and signals.
 #pragma once
 
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <thread>
 #include <vector>
 
 #include <arpa/inet.h>
@@ -14,6 +17,7 @@
 
 #include "gate.h"
 #include "messages.h"
+#include "turns.h"
 #include "wire.h"
 
 namespace shardwise {
@@ -118,6 +122,75 @@ inline void refuse_what_is_no_message() {
   refuse_frames({first, first}, piece);
   refuse_frames({{5, 0, 8, 4, 4, {}}}, piece);
   refuse_frames({{6, 0, ~0ull, 0, 8, {}}}, "rank 0 could not move messages: ");  // more than any memory, to be kept aside
+}
+
+// Rank 0 on one host, and others on a second one that call its gate.
+struct Gates {
+  std::vector<std::unique_ptr<Gate>> all;
+
+  explicit Gates(int ranks) {
+    for (int rank = 0; rank < ranks; ++rank) all.push_back(std::make_unique<Gate>("127.0.0.1"));
+  }
+
+  // What rank `own` is told where it does not come to its connections.
+  std::string meet(int own, int64_t timeout) const {
+    Gate::Party party{own, {1}, {2}, {}, {}, {}};
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      const bool is_remote = (rank == 0) != (own == 0);
+      party.addresses.push_back(is_remote ? "127.0.0.1" : "");
+      party.ports.push_back(all[rank]->port());
+      party.who.push_back("rank " + std::to_string(rank));
+    }
+    try {
+      for (const Sockets& sockets : all[own]->meet(party, timeout)) {
+        for (const int socket : sockets) close(socket);
+      }
+      return "";
+    } catch (const Failure& failure) {
+      return failure.what();
+    }
+  }
+
+  // How many have called rank 0 and not been heard, and said `bytes` or more.
+  int waiting(unsigned bytes) const {
+    std::FILE* const table = std::fopen("/proc/net/tcp", "r");
+    require(table != nullptr, "no table of connections");
+    const auto port = static_cast<unsigned>(std::atoi(all[0]->port().c_str()));
+    int count = 0;
+    for (char line[512]; std::fgets(line, sizeof line, table) != nullptr;) {
+      unsigned at = 0, state = 0, unread = 0;
+      const bool read = std::sscanf(line, " %*d: %*x:%x %*x:%*x %x %*x:%x", &at, &state, &unread) == 3;
+      count += read && at == port && state == 1 /* established */ && unread >= bytes;
+    }
+    std::fclose(table);
+    return count;
+  }
+};
+
+// A signal, as a profiler's, comes while a rank waits for its answer.
+inline void meet_in_spite_of_signals() {
+  static std::atomic<bool> came{false};
+  struct sigaction notes{}, before{};
+  notes.sa_handler = [](int) { came.store(true); };
+  sigaction(SIGUSR1, &notes, &before);
+  const Gates gates(2);
+  std::string told;
+  std::optional<WatchedThread> watched;
+  std::atomic<bool> calls{false};
+  std::thread caller([&] {
+    watched.emplace();
+    calls.store(true);
+    told = gates.meet(1, kEdgePatience);
+  });
+  await("a rank does not call", [&] { return calls.load() && gates.waiting(1) == kLanes && watched->sleeps(); });
+  pthread_kill(caller.native_handle(), SIGUSR1);
+  await("a signal does not come", [&] { return came.load(); });
+  const std::string own = gates.meet(0, kEdgePatience);
+  caller.join();
+  sigaction(SIGUSR1, &before, nullptr);
+  require(own.empty() && told.empty(), (own + told).c_str());
+  const std::string late = gates.meet(1, kNanoseconds / 20);
+  require(late.find("rank 0 did not answer in time; is it the right network?") != late.npos, late.c_str());
 }
 
 }  // namespace shardwise
