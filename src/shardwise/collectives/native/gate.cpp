@@ -18,7 +18,7 @@ namespace shardwise {
 namespace {
 
 constexpr int64_t kStrangerPatience = 5 * kNanoseconds;  // for the first words of a caller
-constexpr size_t kStrangersMost = 256;                   // the oldest is dropped for another one
+constexpr size_t kStrangersMost = 256;                   // and one a rank, whose words are on their way: the oldest goes
 constexpr char kMagic[8] = {'s', 'h', 'a', 'r', 'd', 'w', 's', '1'};
 
 // The first words of a caller; nothing else is read before they are right.
@@ -133,12 +133,18 @@ class Callers {
       if (over || now() - waiting_[i]->came > kStrangerPatience) waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
     }
     for (int socket; (socket = accept4(gate_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0;) {
-      if (waiting_.size() >= kStrangersMost) waiting_.erase(waiting_.begin());
       waiting_.push_back(std::make_unique<Caller>(socket));
+      if (waiting_.size() > kStrangersMost + found_.size()) drop_oldest();
     }
   }
 
  private:
+  // To make room for another one. Its words may have come since it was looked at last.
+  void drop_oldest() {
+    hear(*waiting_.front());
+    waiting_.erase(waiting_.begin());
+  }
+
   // True where nothing more is expected of it: it became a connection or is nobody's.
   bool hear(Caller& caller) {
     char* to = reinterpret_cast<char*>(&caller.greeting) + caller.have;

@@ -13,7 +13,6 @@
 #include <random>
 #include <thread>
 
-#include <arpa/inet.h>
 #include <sys/socket.h>
 
 #include "gate.h"
@@ -223,11 +222,7 @@ void open(Rank& rank, const Places& places, Gate& gate, const std::vector<std::u
 
 // Calls at a gate, talks nonsense and stays.
 int stranger(const Gate& gate) {
-  const int caller = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in to{};
-  to.sin_family = AF_INET, to.sin_port = htons(static_cast<uint16_t>(std::atoi(gate.port().c_str())));
-  inet_pton(AF_INET, gate.address().c_str(), &to.sin_addr);
-  require(connect(caller, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0, "the stranger's call");
+  const int caller = silent_stranger(gate);
   const std::string nonsense(1000, 'x');
   require(send(caller, nonsense.data(), nonsense.size(), MSG_NOSIGNAL) > 0, "the stranger's words");
   return caller;
@@ -324,6 +319,7 @@ int main(int count, char** words) {
   read_what_is_awaited();
   refuse_what_is_no_message();
   meet_in_spite_of_signals();
+  meet_in_a_crowd();
   const uint64_t token[2] = {11, 22};
   std::vector<std::vector<int>> hosts(host_count);
   for (int rank = 0; rank < ranks; ++rank) hosts[rank % host_count].push_back(rank);

@@ -1,5 +1,5 @@
 // What connections and gates meet outside of a healthy group, for the stress: bytes that come a few at a time,
-// messages that no sender of this engine sends, and signals.
+// messages that no sender of this engine sends, signals, and crowds.
 #pragma once
 
 #include <csignal>
@@ -167,6 +167,16 @@ struct Gates {
   }
 };
 
+// Calls at a gate and says nothing.
+inline int silent_stranger(const Gate& gate) {
+  const int caller = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in to{};
+  to.sin_family = AF_INET, to.sin_port = htons(static_cast<uint16_t>(std::atoi(gate.port().c_str())));
+  inet_pton(AF_INET, gate.address().c_str(), &to.sin_addr);
+  require(connect(caller, reinterpret_cast<sockaddr*>(&to), sizeof to) == 0, "a stranger's call");
+  return caller;
+}
+
 // A signal, as a profiler's, comes while a rank waits for its answer.
 inline void meet_in_spite_of_signals() {
   static std::atomic<bool> came{false};
@@ -191,6 +201,24 @@ inline void meet_in_spite_of_signals() {
   require(own.empty() && told.empty(), (own + told).c_str());
   const std::string late = gates.meet(1, kNanoseconds / 20);
   require(late.find("rank 0 did not answer in time; is it the right network?") != late.npos, late.c_str());
+}
+
+// More ranks and strangers than a gate keeps in mind call rank 0 before it looks at anybody.
+inline void meet_in_a_crowd() {
+  constexpr int kRanks = 31, kStrangers = 300;
+  const Gates gates(kRanks);
+  std::vector<std::string> told(kRanks);
+  std::vector<std::thread> callers;
+  for (int rank = 1; rank < kRanks; ++rank) {
+    callers.emplace_back([&, rank] { told[rank] = gates.meet(rank, kEdgePatience); });
+  }
+  await("a rank does not call", [&] { return gates.waiting(1) == (kRanks - 1) * kLanes; });
+  std::vector<int> strangers;
+  for (int i = 0; i < kStrangers; ++i) strangers.push_back(silent_stranger(*gates.all[0]));
+  told[0] = gates.meet(0, kEdgePatience);
+  for (std::thread& caller : callers) caller.join();
+  for (const int stranger : strangers) close(stranger);
+  for (const std::string& reason : told) require(reason.empty(), reason.c_str());
 }
 
 }  // namespace shardwise
