@@ -318,6 +318,7 @@ int main(int count, char** words) {
   mean_of<uint8_t>(Number::u8);
   read_what_is_awaited();
   refuse_what_is_no_message();
+  hear_what_came_last();
   meet_in_spite_of_signals();
   meet_in_a_crowd();
   const uint64_t token[2] = {11, 22};

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <arpa/inet.h>
+#include <netinet/tcp.h>
 #include <sched.h>
 #include <sys/socket.h>
 
@@ -122,6 +123,27 @@ inline void refuse_what_is_no_message() {
   refuse_frames({first, first}, piece);
   refuse_frames({{5, 0, 8, 4, 4, {}}}, piece);
   refuse_frames({{6, 0, ~0ull, 0, 8, {}}}, "rank 0 could not move messages: ");  // more than any memory, to be kept aside
+}
+
+// A message comes together with the end of its connection.
+inline void hear_what_came_last() {
+  uint64_t memory = 0;
+  std::atomic<bool> told{false};
+  const auto done = [&](std::exception_ptr error, int) {
+    require(!error, "a last message");
+    told.store(true);
+  };
+  const ByHand peer;
+  Messenger messenger(peer.peers());
+  messenger.receive(1, 5, 0, &memory, sizeof memory, 6 * kEdgePatience, done);
+  await("a messenger has something to do", [&] { return peer.room->member(0).bell.sleepers.load() != 0; });
+  const int on = 1;
+  setsockopt(peer.other[mail], IPPROTO_TCP, TCP_CORK, &on, sizeof on);  // else the end would come on its own
+  const Frame last{5, 0, 8, 0, 8, {1}};
+  peer.put(mail, &last, offsetof(Frame, data) + last.length);
+  shutdown(peer.other[mail], SHUT_WR);
+  await("nobody is woken for a last message", [&] { return told.load(); });
+  require(memory == 1, "what a last message says");
 }
 
 // Rank 0 on one host, and others on a second one that call its gate.

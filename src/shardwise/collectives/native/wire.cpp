@@ -243,7 +243,7 @@ void Wire::stir(int peer) {
     const uint64_t read = each.outbox->read.load(std::memory_order_acquire);
     push_mail(each);
     ring = pull_mail(each) || each.outbox->read.load(std::memory_order_acquire) != read;
-    if (each.sockets[mail] < 0) return;
+    if (each.sockets[mail] < 0) ring = true;  // it closed just now, maybe behind frames that came
     const bool full = each.inbox->written.load() - each.inbox->read.load(std::memory_order_acquire) >= kFrames;
     const bool more = each.outbox->read.load() != each.outbox->written.load(std::memory_order_acquire);
     arm(each, peer, mail, (full ? 0u : EPOLLIN) | (more ? EPOLLOUT : 0u));
