@@ -102,6 +102,21 @@ def test_fsdp2_trains_complex_parameters(world_pool: WorldPool) -> None:
     assert world_pool.run(2, complex_sharded) == pytest.approx([right] * 2)
 
 
+def sums_that_are_refused() -> list[str]:
+    group, told = engine_group(), []
+    for dtype in (torch.uint16, torch.float8_e5m2):
+        with pytest.raises(TypeError) as caught:
+            dist.all_reduce(torch.zeros(1, dtype=dtype), group=group)
+        told.append(str(caught.value).splitlines()[0])
+    return told
+
+
+def test_a_dtype_that_is_not_summed_is_named(world_pool: WorldPool) -> None:
+    rule = "tensors of this dtype can be moved but not reduced"
+    told = [f"shardwise engine: sum of {dtype}: {rule}" for dtype in ("UInt16", "Float8_e5m2")]
+    assert world_pool.run(2, sums_that_are_refused) == [told, told]
+
+
 # --- forms of calls
 
 

@@ -162,7 +162,9 @@ inline Call with(Call call, const c10d::ReduceOp& operation) {
     default: TORCH_CHECK(false, "shardwise engine: unknown reduction");
   }
   const char* refused = refusal(call.number, call.reduce);
-  TORCH_CHECK_TYPE(refused == nullptr, "shardwise engine: ", name(call.reduce), " of ", name(call.number), ": ", refused);
+  const auto dtype = static_cast<at::ScalarType>(call.dtype);
+  const char* const called = call.number == Number::other ? c10::toString(dtype) : name(call.number);
+  TORCH_CHECK_TYPE(refused == nullptr, "shardwise engine: ", name(call.reduce), " of ", called, ": ", refused);
   return call;
 }
 
