@@ -135,6 +135,22 @@ def test_reduce_scatter_of_lists_with_unequal_parts(world_pool: WorldPool) -> No
         assert found == [[12.0] * rank, [4.0] * rank, [6.0] * rank, [6.0] * rank]
 
 
+def uneven_scaled_sum() -> bool:
+    group, rank, size = engine_group(), dist.get_rank(), dist.get_world_size()
+
+    def part(source: int, to: int) -> torch.Tensor:
+        return torch.randn(100 + to, generator=torch.Generator().manual_seed(source)).bfloat16()
+
+    out = torch.zeros_like(part(rank, rank))
+    parts = [part(rank, to) for to in range(size)]
+    dist.reduce_scatter(out, parts, dist._make_nccl_premul_sum(0.3), group)
+    return torch.equal(out, sum(part(source, rank).float() * 0.3 for source in range(size)).bfloat16())
+
+
+def test_a_scaled_sum_of_unequal_parts_is_rounded_once(world_pool: WorldPool) -> None:
+    assert world_pool.run(2, uneven_scaled_sum) == [True, True]
+
+
 def coalesced() -> list[Any]:
     group, rank = engine_group(), dist.get_rank()
     twice, whole = torch.ones(2), torch.ones(4)

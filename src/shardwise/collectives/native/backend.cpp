@@ -404,23 +404,25 @@ class Engine : public c10d::Backend {
     check_alike({list[rank_]}, output);
     Call call = with(call_of(Kind::all_to_all, output, output.numel()), options.reduceOp);
     Tensors given = readable(list);
+    Types types{call.number, call.number};
     if (call.reduce == Reduce::scaled_sum) {
-      for (Tensor& tensor : given) tensor = tensor * call.factor;
+      types.from = accumulator(call.number);  // scaled in it, so that only the sum is rounded
+      for (Tensor& tensor : given) tensor = tensor.to(c10::promoteTypes(tensor.scalar_type(), at::kFloat)) * call.factor;
       call.reduce = Reduce::sum;
     }
-    const Tensor received = at::empty({size_, output.numel()}, output.options().device(at::kCPU).requires_grad(false));
+    const Tensor received = at::empty({size_, output.numel()}, given[rank_].options().requires_grad(false));
     std::vector<Piece> from, to;
     for (int peer = 0; peer < size_; ++peer) {
       from.push_back({given[peer].data_ptr(), given[peer].nbytes()});
       to.push_back({received[peer].data_ptr(), received[peer].nbytes()});
     }
-    auto run = [&group = own_->group(), call, given, received, from, to, made = Outputs({output})](int64_t timeout) mutable {
+    auto run = [&group = own_->group(), call, types, given, received, from, to, made = Outputs({output})](int64_t timeout) mutable {
       group.all_to_all(call, from, to, timeout);  // `given` and `received` keep their memory
       std::vector<const void*> parts;
       for (const Piece& piece : to) parts.push_back(piece.data);
       const std::vector<double> factors(parts.size(), 1.0);
       void* const sum = made.written[0].data_ptr();
-      shardwise::reduce({call.number, call.number}, call.reduce, sum, parts, factors, call.count, parts.size());
+      shardwise::reduce(types, call.reduce, sum, parts, factors, call.count, parts.size());
       made.put_back();
     };
     return enqueue(OpType::REDUCE_SCATTER, {output}, list, devices_of({&list}), options, std::move(run));
