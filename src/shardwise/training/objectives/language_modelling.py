@@ -40,8 +40,9 @@ class LanguageModelling(Objective):
         config: Any = model.module.config
         # A model of the user's own is called with what transformers would be: with labels alone, or with both.
         is_users = model.plan.job.model.factory is not None and getattr(config, "is_encoder_decoder", False)
-        reads_labels = self.labels == "decoder" or is_users
-        self.decoder_start: int | None = config.decoder_start_token_id if reads_labels else None
+        self.decoder_start: int | None = None
+        if self.labels == "decoder" or is_users:
+            self.decoder_start = getattr(config, "decoder_start_token_id", None)
         self.terms = LossTerms(training.label_smoothing, training.z_loss)
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
