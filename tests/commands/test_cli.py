@@ -132,6 +132,7 @@ def test_verify_hands_on_its_options(calls: Calls, tmp_path: Path) -> None:
         (["export", "a", "b", "--dtype", "fp16", "--dtype", "fp32"], "--dtype is given twice, as fp16 and as fp32"),
         (["doctor", "--model", "/no/such"], "--model='/no/such' does not exist"),
         (["doctor", "--model", "/proc"], "--model='/proc' holds no config.json"),
+        (["doctor", "--model", "/proc", "--preflight"], "--model does nothing with --preflight"),
         (["train", "--training.steps", "few"], "training.steps='few': must be a valid integer"),
         (["train", "--output"], "expected one argument; see `shardwise train --help`"),
         (["train", "--profile", "a"], "observe.profile[0]='a': must be a valid integer"),

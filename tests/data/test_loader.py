@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.data.loader import EVALUATION, Stream
 from shardwise.data.order import order
 from shardwise.data.state import ConsumedSamples
+from shardwise.job.tasks import IGNORED
 
 
 class Numbers:

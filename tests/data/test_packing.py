@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shardwise.data import store
-from shardwise.data.batch import IGNORED
 from shardwise.data.packing import Masking, Spans, Windows, entropy, leave_out, mask, split_windows
 from shardwise.data.split import TokenCorpus
 from shardwise.data.store import Column, ColumnWriter
 from shardwise.errors import DataError
+from shardwise.job.tasks import IGNORED
 
 MASKING = Masking(probability=0.15, mask_id=2, vocabulary_size=50, special_ids=(0, 1, 2))
 

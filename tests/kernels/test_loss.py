@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.kernels.loss import IGNORED, NO_TERMS, LossTerms, count_labels, cross_entropy_sum, linear_cross_entropy
+from shardwise.job.tasks import IGNORED
+from shardwise.kernels.loss import NO_TERMS, LossTerms, count_labels, cross_entropy_sum, linear_cross_entropy
 from shardwise.observe.memory import LiveBytes
 
 ROWS, WIDTH, VOCABULARY = 30, 13, 17

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.errors import LegalityError, ShardwiseError
 from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED
 from shardwise.plan.plan import World, resolve
 from shardwise.testing.toy_configs import language_model_types, toy_config
 from shardwise.testing.world import WorldPool

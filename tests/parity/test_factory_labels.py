@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from shardwise.data.batch import Batch, one_ahead
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
@@ -19,7 +21,7 @@ from shardwise.model.discover import discover
 from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.session import Session
-from tests.parity.jobs import check_agrees, make_module_job
+from tests.parity.jobs import check_agrees, make_job, make_module_job
 from tests.parity.test_classification import Labelled, class_job
 
 WIDTH = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 13}
@@ -203,3 +205,56 @@ def mismatched(batch: dict[str, Tensor]) -> str:
     ):  # fmt: skip
         session.step([batch])
     return str(raised.value)
+
+
+def llama() -> Any:
+    return of_own("LlamaForCausalLM")
+
+
+def bart() -> Any:
+    return of_own("BartForCausalLM")
+
+
+def t5() -> Any:
+    return of_own("T5ForConditionalGeneration")
+
+
+def mixtral() -> Any:
+    return of_own("MixtralForCausalLM", output_router_logits=True, experts_implementation="eager")
+
+
+OWN_FACTORIES = [llama, *(pytest.param(make, marks=pytest.mark.slow) for make in (bart, t5, mixtral))]
+
+
+@pytest.mark.parametrize("make", OWN_FACTORIES)
+def test_a_factory_of_a_transformers_model_agrees_with_one_process(
+    world_pool: WorldPool, tmp_path: Path, make: Any
+) -> None:
+    model = {"config": None, "factory": f"{__name__}:{make.__name__}", "loss": None}
+    check_agrees(world_pool, 2, text_job(tmp_path, model=model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, bart])
+def test_text_of_a_factory_s_model_is_of_next_tokens_whatever_its_class_does(
+    world_pool: WorldPool, corpora: Path, make: Any
+) -> None:
+    sections = make_job(corpora, "llama").model_dump(exclude_unset=True)
+    check_agrees(world_pool, 2, Job.model_validate({**sections, "model": {"factory": f"{__name__}:{make.__name__}"}}))
+
+
+def loss_of_a_batch(model: Any, ids: Tensor) -> tuple[float, float]:
+    """Return the loss of a step of aligned labels, and the cross-entropy of the model's logits and these."""
+    labels = one_ahead(ids)
+    own = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+    batch = Batch({"input_ids": ids}, labels, torch.arange(2))
+    sections: Any = {"training": {"steps": 1, "microbatch_size": 2}, "data": {"sequence_length": 8}}
+    with Session(model=model, **sections, parallel={"device": "cpu"}, device=torch.device("cpu")) as session:
+        return session.step([batch], learning_rate=0.0).loss, float(own)
+
+
+def test_labels_that_are_aligned_ask_for_nothing_of_the_class(world_pool: WorldPool) -> None:
+    """As those of a corpus: the class, which takes a loss of several tokens ahead, is not asked."""
+    ids = torch.randint(1, 40, (2, 8), generator=torch.Generator().manual_seed(5))
+    [(loss, own)] = world_pool.run(1, loss_of_a_batch, of_own("ProphetNetForCausalLM"), ids)
+    assert loss == pytest.approx(own, rel=1e-5)

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED
 from shardwise.testing.world import WorldPool
 from shardwise.training.setup import AssembledJob, set_up
 from shardwise.training.step import train_step

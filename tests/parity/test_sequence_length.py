@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.data.loader import Stream
 from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED
 from shardwise.observe.metrics import read_metrics
 from shardwise.plan.sequence_lengths import LengthStage, SequenceLengths
 from shardwise.testing.comparison import VerifyReport

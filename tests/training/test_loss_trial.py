@@ -112,6 +112,25 @@ def test_a_loss_is_tried_once_and_what_cannot_be_tried_is_said() -> None:
     assert len(said) == 1 and "loss_function=of_three" in said[0] and "set training.microbatch_size" in said[0]
 
 
+def weighted_contrast(output: Tensor, batch: Batch, weight: float) -> tuple[Tensor, Tensor]:
+    return output.square().sum() + weight * (output @ output.T).sum(), batch.count()
+
+
+def captured(weight: float) -> Any:
+    return lambda output, batch: weighted_contrast(output, batch, weight)
+
+
+@pytest.mark.parametrize("made", [lambda weight: partial(weighted_contrast, weight=weight), captured])
+def test_a_term_whose_weight_grows_from_0_is_tried_once_it_is_one(made: Any) -> None:
+    plan: Any = type("Plan", (), {"job": type("Job", (), {"training": type("T", (), {"microbatch_size": None})})})
+    trials, (batch, output) = LossTrials(print), of_floats(3)
+    trials.check(plan, made(0.0), "loss_function", batch, output)
+    for weight in (0.1, 0.2):
+        with pytest.raises(LegalityError, match="other numbers for rows together"):
+            trials.check(plan, made(weight), "loss_function", batch, output)
+    assert len(trials._found) == 2  # a schedule's values are not all tried
+
+
 def came_to(rows: int) -> list[str]:
     """Return what steps of a session come to with a loss by rows and with one between them."""
     torch.manual_seed(0)

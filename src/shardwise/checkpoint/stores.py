@@ -1,8 +1,8 @@
 """Stores of checkpoints: a local directory, or anything that fsspec reaches. The only code that names their files.
 
 A store holds checkpoints by name. One that is being written is committed by its manifest, which comes last; on a local
-disk it also has another name until then (`.NAME.partial`), and files and directories are synced before the rename.
-remote.py has the store for everything that is not a local disk.
+disk it also has another name until then (`.NAME.partial`), as has one of the same step that it replaces (`.NAME.old`),
+and files and directories are synced before the rename. remote.py has the store for everything that is not a local disk.
 """
 
 from __future__ import annotations

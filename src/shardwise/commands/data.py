@@ -112,9 +112,9 @@ def opened_tokenizer(job: Job, data: TokenData) -> PreTrainedTokenizerBase | Non
 
 def sample_rows(data: TokenData, job: Job, counter: int) -> Iterator[SampleRow]:
     """Yield the rows or documents of the sample `counter` of a job's training, and padding as one of its own."""
-    from shardwise.data.batch import IGNORED
     from shardwise.data.loader import training_index
     from shardwise.data.mixture import Mixture
+    from shardwise.job.tasks import IGNORED
 
     split, index = data.train, training_index(data.train, job.training.seed, counter)
     if isinstance(split, Mixture):

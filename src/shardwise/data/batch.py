@@ -14,8 +14,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.job.devices import CPU, copies_aside, widest_float
-
-IGNORED = -100  # label of a position that no loss counts; torch's and transformers' own ignore_index
+from shardwise.job.tasks import IGNORED
 
 
 def one_ahead(labels: Tensor) -> Tensor:

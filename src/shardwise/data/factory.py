@@ -18,10 +18,11 @@ import xxhash
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from shardwise.data.batch import IGNORED, Batch, one_ahead
+from shardwise.data.batch import Batch, one_ahead
 from shardwise.errors import DataError
 from shardwise.job.data_section import DataSection
 from shardwise.job.objects import in_parentheses, load_object, named_error, raised_at, user_code
+from shardwise.job.tasks import IGNORED
 
 COMPARED = 4  # samples of each split that ranks compare
 

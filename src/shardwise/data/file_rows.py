@@ -3,7 +3,8 @@
 Exact definition of the split. Of R rows v = max(1, floor(R * validation_fraction)) are for validation. Rows are ranked
 by `data/split.py`'s draw, where h is the XXH3-64 of a row's columns as JSON with sorted keys and times, decimals and
 bytes as Python's text; equal draws by place. For validation are the first v of the ranking, or with `validation_split:
-place` the last v rows, which then keep their order. Both splits have their rows in the order of the ranking."""
+place` the last v rows, which then keep their order. Both splits have their rows in the order of the ranking.
+"""
 
 from __future__ import annotations
 

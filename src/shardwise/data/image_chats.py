@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED
 from shardwise.data.chat_template import ChatTemplate, Span, overlapping, read_template
 from shardwise.data.conversations import Conversation, chat
 from shardwise.data.file_rows import FileDataset, FileRow, read_rows
@@ -30,6 +29,7 @@ from shardwise.data.readers import short
 from shardwise.data.tokenizer import TokenizerSource, check_vocabulary
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED
 from shardwise.model.build import load_config
 
 PLACE = "<image>"  # of an image in a text

@@ -19,10 +19,11 @@ from typing import Protocol
 
 import torch
 
-from shardwise.data.batch import IGNORED, Batch, batch_digest
+from shardwise.data.batch import Batch, batch_digest
 from shardwise.data.mixture import Mixture
 from shardwise.data.order import order
 from shardwise.data.packing import is_stream
+from shardwise.job.tasks import IGNORED
 from shardwise.plan.sequence_lengths import SequenceLengths
 from shardwise.plan.step_sizes import SizeStage, StepSizes, microbatches_of
 

@@ -30,10 +30,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.data.split import ranking
 from shardwise.data.store import Column
 from shardwise.errors import DataError
+from shardwise.job.tasks import IGNORED
 
 NO_TARGET = -1
 

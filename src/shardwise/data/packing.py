@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.data.order import order
 from shardwise.data.split import TokenCorpus, Tokens, TokenStream, split_tokens
 from shardwise.errors import DataError
+from shardwise.job.tasks import IGNORED
 
 COUNT_BLOCK = 1 << 22
 ENDLESS = 1 << 62  # windows of a stream, which begins again where it ends

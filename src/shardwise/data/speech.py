@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED
 from shardwise.data.file_rows import FileDataset, FileRow, read_rows
 from shardwise.data.processors import SOUND, open_processor
 from shardwise.data.readers import check_text
 from shardwise.data.tokenizer import check_vocabulary, given_tokenizer, load_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED
 from shardwise.model.build import load_config
 
 WAVE_DTYPES = {1: "u1", 2: "<i2", 4: "<i4"}  # by the bytes of a sample

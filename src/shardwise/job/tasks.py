@@ -10,6 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
+IGNORED = -100  # label of a position that no loss counts; torch's and transformers' own ignore_index
 FILE_FORMATS = {  # values of `data.format` of what a task reads, beside auto
     "images": ("image_folder", "jsonl", "parquet", "dataset"),
     "speech": ("jsonl", "parquet", "dataset"),

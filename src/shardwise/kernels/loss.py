@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from shardwise._torch_compat.tracing import is_fake
 from shardwise.job.devices import CUDA, kernels_of
+from shardwise.job.tasks import IGNORED
 
-IGNORED = -100
 MOST_COUNTED = 15 / 16  # share of rows with a label from which all are computed
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from shardwise.job.tasks import IGNORED
 from shardwise.model.probe import copy_to_probe, run_on_fakes, try_devices
 
-IGNORED = -100  # of labels that are not counted, in torch and transformers
-TOKENS = ("decoder_input_ids", "input_ids")  # of which labels have the shape
+CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 SAME, NEXT, OTHER, UNKNOWN = "same", "next", "other", ""
 
 
@@ -30,13 +30,13 @@ class _CrossEntropy(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Mapping[str, Any], Any]] = []
+        self.calls: list[tuple[inspect.BoundArguments, Tensor]] = []
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is F.cross_entropy:
-            self.calls.append((inspect.signature(F.cross_entropy).bind(*args, **kwargs).arguments, result))
+            self.calls.append((CROSS_ENTROPY.bind(*args, **kwargs), result))
         return result
 
 
@@ -53,8 +53,9 @@ def class_loss(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> str:
     """
     if "labels" not in inspect.signature(model.forward).parameters:
         return UNKNOWN
-    tokens = next((inputs[name] for name in TOKENS if name in inputs), next(iter(inputs.values())))
-    for shape in (tokens.shape[:2], tokens.shape[:1]):
+    first = next(iter(inputs.values()))
+    tokens = inputs.get("decoder_input_ids", inputs.get("input_ids", first))
+    for shape in (tokens.shape[:2], tokens.shape[:1]):  # labels of tokens, or of samples
         labels = torch.arange(shape.numel()).reshape(shape)
         kind, _ = try_devices(partial(_kind, model, inputs, labels))
         if kind is not None:
@@ -70,7 +71,7 @@ def _kind(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor, 
     if len(recorded.calls) != 1 or run.output.loss is not recorded.calls[0][1]:
         return OTHER
     call = recorded.calls[0][0]
-    target = run.known.value_of(call["target"])
+    target = run.known.value_of(call.arguments["target"])
     has_logits_of_each = run.output.logits.shape[:-1].numel() == labels.numel()
     if target is None or not has_logits_of_each or not _is_plain(call):
         return OTHER
@@ -81,7 +82,8 @@ def _kind(model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor, 
     return NEXT if any(target.flatten().equal(form.flatten()) for form in forms) else OTHER
 
 
-def _is_plain(call: Mapping[str, Any]) -> bool:
-    """Tell whether a call of `cross_entropy` gives the mean of the labels that are counted."""
-    is_mean = call.get("reduction", "mean") == "mean" and call.get("ignore_index", IGNORED) == IGNORED
-    return is_mean and call.get("weight") is None and not call.get("label_smoothing")
+def _is_plain(call: inspect.BoundArguments) -> bool:
+    """Tell whether a call of `cross_entropy` has torch's own defaults: the mean of the labels that are counted."""
+    call.apply_defaults()
+    defaults = {name: parameter.default for name, parameter in CROSS_ENTROPY.parameters.items()}
+    return all(value is defaults[name] or value == defaults[name] for name, value in [*call.arguments.items()][2:])

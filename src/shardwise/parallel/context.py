@@ -27,6 +27,7 @@ from shardwise.collectives.context import deal_chunks, gather_sequence, heads_fo
 from shardwise.collectives.handoff import Handoffs
 from shardwise.errors import DataError
 from shardwise.job.axes import Axis
+from shardwise.job.tasks import IGNORED
 from shardwise.kernels.attention.interface import PREFIX, own_attention, set_implementation
 from shardwise.kernels.attention.masks import (
     Mask,
@@ -38,7 +39,7 @@ from shardwise.kernels.attention.masks import (
 )
 from shardwise.kernels.attention.ring import BlockFunction, RingSettings, ring_attention
 from shardwise.kernels.dropout import ProbabilityBlock, active_scope, keep_mask
-from shardwise.kernels.loss import IGNORED, loss_dtype
+from shardwise.kernels.loss import loss_dtype
 from shardwise.kernels.precision import torch_dtype
 from shardwise.model.attention_support import takes_positions
 from shardwise.model.facts import SplitForward

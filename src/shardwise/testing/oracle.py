@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.data.batch import Batch
 from shardwise.job.objects import load_object
@@ -372,13 +372,16 @@ class Oracle:
             cuts = self.sequences_per_sample(step)
             counters = [(c - cuts * self.rows_of(step)[0]) % (cuts * twist.local_rows) for c in counters]
         with self.dropout.begin(mask_step, counters) if not twist.no_dropout else nullcontext():
-            if self.job.model.factory is not None:
+            if self._has_own_loss:
                 with self.drawn.forward(mask_step, counters[0]) if self.drawn else nullcontext():
                     return self._module_loss(rows)
             inputs: dict[str, Any] = self._cast(rows.inputs)
             if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
-            if TASKS[self.job.model.task].labels == "decoder" and "decoder_input_ids" not in inputs:
+            config: Any = self.model.config
+            two_sided = self.job.model.factory is not None and config.is_encoder_decoder
+            reads_labels = two_sided or TASKS[self.job.model.task].labels == "decoder"
+            if reads_labels and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)
             scaled = scaled_twice(self.model) if twist.scales_adapters_twice else nullcontext()
             widened: Any = WithoutNarrowing() if self._widens else nullcontext()
@@ -402,6 +405,12 @@ class Oracle:
         if training.loss_reduction == "sample":
             return torch.stack([losses[place.flatten()].mean() for place in rows.samples()] or [losses.sum()]).sum()
         return losses.sum()
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """True for a user's module but one of transformers, of whose logits the job takes its loss."""
+        model = self.job.model
+        return model.factory is not None and (model.loss is not None or not isinstance(self.model, PreTrainedModel))
 
     def _preference_loss(self, rows: Rows, inputs: dict[str, Any], logits: Tensor, twist: Twist) -> Tensor:
         """Summed loss of the pairs of `rows`, with the reference's forward."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.collectives import fsdp
-from shardwise.data.batch import IGNORED
 from shardwise.job.axes import Axis
 from shardwise.job.optimizer_records import RECORDS
+from shardwise.job.tasks import IGNORED
 from shardwise.kernels.precision import DTYPES
 from shardwise.model.parameter_optimizers import ParameterOptimizer, optimizers_of_parameters
 from shardwise.parallel.deferred_head import DeferredHead

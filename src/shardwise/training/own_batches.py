@@ -46,7 +46,10 @@ def as_batches(
             first = samples + (number * ranks + rank) * len(batch.rows)
             batch.rows += first
         if has_own_loss and isinstance(assembled.objective, LanguageModelling):
-            _check_labels(batch.labels, assembled)
+            if batch.labels is None:
+                raise ConfigError("a microbatch has no labels, of which the job takes its loss; give `labels` [B, S]")
+            if not isinstance(microbatch, Batch):  # whose labels are aligned, and of tokens
+                _check_labels(batch.labels, assembled)
         _check_rows(batch, assembled, len(microbatches))
         batches.append(batch)
     return batches
@@ -70,10 +73,8 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
     return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))
 
 
-def _check_labels(labels: Tensor | None, assembled: AssembledJob) -> None:
+def _check_labels(labels: Tensor, assembled: AssembledJob) -> None:
     """Refuse labels of which the job cannot take its loss, or of which the model's class takes another."""
-    if labels is None:
-        raise ConfigError("a microbatch has no labels, of which the job takes its loss; give `labels` [B, S]")
     way_out = "give step() and evaluate() a loss_function"
     if labels.is_floating_point():
         raise ConfigError(

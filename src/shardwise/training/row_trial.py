@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch_compat.tracing import tree_leaves
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.data.token_data import TokenData
 from shardwise.errors import DataError, ModelError
 from shardwise.job.objects import load_object
 from shardwise.job.schema import Job
-from shardwise.job.tasks import TASKS
+from shardwise.job.tasks import IGNORED, TASKS
 from shardwise.model.facts import ModelFacts
 from shardwise.model.probe import POSITIONS
 from shardwise.model.row_coupling import ROWS, Call, TrialRows, find_coupling

@@ -84,7 +84,7 @@ def test_a_fetch_that_fails_is_tried_again(failures: int, tmp_path: Path, monkey
 
     try:
         [shard] = find_shards(DataSection(path="memory://streams", streaming=True)).shards
-        monkeypatch.setattr(fetch, "PAUSE", 0.0)
+        monkeypatch.setattr(fetch, "PAUSES", (0.0, 0.0))
         monkeypatch.setattr(memory, "open", lost_sometimes)
         with (
             nullcontext() if failures == 1 else pytest.raises(DataError, match=r"a.jsonl cannot be fetched .* is busy"),
@@ -93,7 +93,7 @@ def test_a_fetch_that_fails_is_tried_again(failures: int, tmp_path: Path, monkey
             assert path.read_bytes() == b'{"text": "x"}\n'
     finally:
         memory.rm("/streams", recursive=True)
-    assert len(list(left)) == max(0, failures - fetch.TRIES)
+    assert len(list(left)) == max(0, failures - 1 - len(fetch.PAUSES))
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ from shardwise.data.streaming.definition import Shard
 from shardwise.errors import DataError
 
 CHUNK = 1 << 20
-TRIES = 3
-PAUSE = 1.0  # seconds behind the first try that failed; each is longer
+PAUSES = (1.0, 2.0)  # seconds behind a try that failed, before the next
 
 
 def local_stamp(path: Path) -> tuple[int, str]:
@@ -54,19 +53,18 @@ def fetched_shard(shard: Shard, directory: Path, tell: Callable[..., None]) -> I
 
 def _fetch_in_tries(shard: Shard, path: Path, tell: Callable[..., None]) -> None:
     """Fetch a shard's file, again where that fails: a request that is lost need not end a run."""
-    for number in range(1, TRIES + 1):
+    for pause in (*PAUSES, None):
         try:
             return _fetch(shard, path, tell)
         except (DataError, FileNotFoundError):
             raise
         except Exception as error:  # each file system of fsspec has errors of its own
-            if number == TRIES:
+            if pause is None:
                 reason = str(error).strip() or type(error).__name__
                 raise DataError(
                     f"{shard.name} cannot be fetched from {shard.url}: {reason}; is its server there?"
                 ) from error
-            time.sleep(number * PAUSE)
-    raise AssertionError("the last try ends with an error")
+            time.sleep(pause)
 
 
 def _fetch(shard: Shard, path: Path, tell: Callable[..., None]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardwise.collectives.context import deal_chunks, join_chunks
 from shardwise.errors import ConfigError
+from shardwise.job.tasks import IGNORED
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
-from shardwise.kernels.loss import IGNORED
 from shardwise.parallel.context import ContextParallel, SequenceShard
 from shardwise.parallel.layout import Layout
 from shardwise.plan.plan import Plan

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.batch import IGNORED
 from shardwise.data.packed_rows import PackedRows
+from shardwise.job.tasks import IGNORED
 from shardwise.testing.faults.patching import Fault, wrapped
 
 

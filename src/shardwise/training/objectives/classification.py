@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.job.devices import widest_float
+from shardwise.job.tasks import IGNORED
 from shardwise.parallel.model import ParallelModel
 from shardwise.training.objectives.language_modelling import LanguageModelling
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.errors import DataError
-from shardwise.job.tasks import TASKS
+from shardwise.job.tasks import IGNORED, TASKS
 from shardwise.kernels.attention.masks import document_mask
 from shardwise.kernels.loss import (
     NO_TERMS,

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.collectives.names import CollectiveName
-from shardwise.data.batch import IGNORED, Batch
+from shardwise.data.batch import Batch
 from shardwise.data.packed_rows import most_completions
 from shardwise.errors import ConfigError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import DpoSection
+from shardwise.job.tasks import IGNORED
 from shardwise.parallel.model import ParallelModel
 from shardwise.training.objectives.language_modelling import LanguageModelling
 from shardwise.training.reference import PRECOMPUTED, FrozenReference
