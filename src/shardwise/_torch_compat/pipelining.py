@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, sched
 # No public name: the operator by which `pipe_split()` leaves its mark in a graph (torch 2.11 to 2.14).
 from torch.distributed.pipelining._IR import aten_pipe_split_alias as CUT_MARK
 
-__all__ = ["CUT_MARK", "LazyStage", "UnpairedDualPipeV", "waiting_in"]
+__all__ = ["CUT_MARK", "LazyStage", "UnpairedDualPipeV", "stages_made_ready_in", "waiting_in"]
 
 
 @contextmanager
@@ -31,6 +32,18 @@ def waiting_in(scope: AbstractContextManager[Any]) -> Iterator[None]:
         yield
     finally:
         schedules._wait_batch_p2p = wait
+
+
+@contextmanager
+def stages_made_ready_in(scope: ContextDecorator) -> Iterator[None]:
+    """Let schedules make their stages ready in `scope`, as they do ahead of their first step."""
+    # No public names (torch 2.11 to 2.14).
+    single, multi = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
+    with (
+        mock.patch.object(single, "_initialize_stage", scope(single._initialize_stage)),
+        mock.patch.object(multi, "_initialize_stages", scope(multi._initialize_stages)),
+    ):
+        yield
 
 
 class UnpairedDualPipeV(ScheduleDualPipeV):

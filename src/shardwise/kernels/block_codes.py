@@ -80,6 +80,13 @@ def decode(codes: Tensor, scales: Tensor, span: Span, form: str, signed: bool, d
     return of_blocks(in_blocks(parts, span) * scales.to(dtype).unsqueeze(-1), span)
 
 
+def make_tables(device: torch.device) -> None:
+    """Make what the dynamic map looks up on a device, which takes copies from the host: ahead of the first step."""
+    for signed in (True, False):
+        dynamic_map(signed, device)
+        codes_by_bits(signed, device)
+
+
 @cache
 def dynamic_map(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the 256 values of the dynamic map, ascending in fp32, and the 255 borders between them.

@@ -91,7 +91,10 @@ class ModelPart:
             self.boundary.input = boundary_input
             if self.boundary.room is not None and self.boundary.prepare is not None:
                 self.boundary.prepare(inputs)  # the step's microbatches differ in size
-        return self.module(**inputs) if self.root_forward is None else self.root_forward(**inputs)
+        output = self.module(**inputs) if self.root_forward is None else self.root_forward(**inputs)
+        if self.boundary is not None and self.boundary.is_last:  # others give their output, and forget both
+            self.boundary.input = None
+        return output
 
     def boundary_output(self) -> Tensor:
         """Return the hidden states [B, S, H] for the next stage."""

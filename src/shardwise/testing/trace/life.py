@@ -104,7 +104,8 @@ def _live(model: ParallelModel, told: _Told, microbatch: TracedBatch) -> None:
     with told.chapter("drawing"), recorder.answering(0, anyone=True):  # nothing is left unset
         initialize(model, model.plan.job.training.seed)
     optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
-    kept = [*traced_modules(model), optimizer.inner, *_sums(model, objective)]
+    averages = [] if model.ema is None else [model.ema.values]
+    kept = [*traced_modules(model), optimizer.inner, *averages, *_sums(model, objective)]
     for step in range(STEPS):
         with told.chapter(f"step {step}"), recorder.discipline.step(*kept):
             step_of(model, objective, optimizer, recorder, microbatch)

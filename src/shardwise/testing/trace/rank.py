@@ -125,8 +125,8 @@ def exempt(plan: Plan) -> tuple[str, ...]:
     """
     aside = plan.world.kind.supports(Feature.ASIDE).ok
     functions = [] if aside else ["moved", "CopyStream.copy", "ActivationOffload.copy"]
-    if plan.stages:  # torch's own: an agreement ahead of the first step, and losses that stay until the next
-        functions += ["Pipeline.train", "_MicrobatchRunner.forward"]
+    if plan.stages:  # torch's own: losses stay until the next step
+        functions.append("_MicrobatchRunner.forward")
     if plan.offloaded_optimizer:
         functions.append("HostParameter.arrive")
     if plan.job.memory.offload_parameters:
@@ -245,7 +245,7 @@ def one_document(plan: Plan, recorder: RankRecorder) -> Iterator[None]:
         return
 
     def never(positions: torch.Tensor) -> None:
-        recorder.note_read(f"transformers/masking_utils.py:{row_positions.QUESTION}")
+        recorder.note_read(positions, f"transformers/masking_utils.py:{row_positions.QUESTION}")
 
     with mock.patch.object(row_positions, "from_values", never):
         yield

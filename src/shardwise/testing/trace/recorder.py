@@ -30,6 +30,7 @@ from shardwise._torch_compat.operators import (
     open_range,
     read_scalar,
 )
+from shardwise._torch_compat.pipelining import stages_made_ready_in
 from shardwise._torch_compat.tracing import (
     DataDependentOutputException,
     FakeTensor,
@@ -44,6 +45,7 @@ from shardwise.job.objects import is_users_file
 from shardwise.model.known_values import KnownValues
 from shardwise.observe.memory import storages_of
 from shardwise.parallel.layout import Layout
+from shardwise.parallel.transforms import traced_stages
 from shardwise.testing.places import PACKAGE, TORCH, VALUES, frames, place_of
 from shardwise.testing.simulated.discipline import Discipline, HostCopy, copies_of
 from shardwise.testing.simulated.streams import current_simulated_stream, timeline
@@ -137,12 +139,24 @@ class RankRecorder(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(self._storages.watching())
             stack.enter_context(unit_work_seen(self._on_unit))
+            stack.enter_context(stages_made_ready_in(self._ahead()))
+            stack.enter_context(mock.patch.object(traced_stages, "trace", self._ahead()(traced_stages.trace)))
             stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
             stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: self._listed(tensor)))
             if self._has_host:
                 stack.enter_context(self.discipline.listening())
                 stack.enter_context(mock.patch.object(timeline, "observers", [self._awaited]))
             yield stack.enter_context(self)
+
+    @contextmanager
+    def _ahead(self) -> Iterator[None]:
+        """Note nothing of what only the first step does."""
+        self.close()
+        before, self.noting = self.noting, False
+        try:
+            yield
+        finally:
+            self.noting = before
 
     @contextmanager
     def answering(self, value: int, anyone: bool = False) -> Iterator[None]:
@@ -322,8 +336,7 @@ class RankRecorder(TorchDispatchMode):
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Return a value that a host asks for: the known one, or to our code and torch's the answer."""
         on_host, frame = self._is_on_host(args[0]), _caller()
-        if not on_host:
-            self.note_read(place_of(frame))
+        self.note_read(args[0], place_of(frame))
         try:
             return func(*args)
         except DataDependentOutputException:
@@ -340,13 +353,12 @@ class RankRecorder(TorchDispatchMode):
         frame = _caller()
         if known is None and is_users_file(frame.f_code.co_filename):
             raise DataDependentOutputException(read_scalar)
-        if not self._is_on_host(tensor):
-            self.note_read(place_of(frame))
+        self.note_read(tensor, place_of(frame))
         return _nested([*tensor.shape], self.answer) if known is None else known.tolist()
 
-    def note_read(self, line: str) -> None:
-        """Note that the host waits for a value in this line."""
-        if self.noting:
+    def note_read(self, tensor: Tensor, line: str) -> None:
+        """Note that the host waits for a value of a tensor in this line, unless it has the tensor itself."""
+        if self.noting and not self._is_on_host(tensor):
             self.close()
             self.entries.append(Read(line))
 

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from shardwise.collectives.tensor import largest_together
 from shardwise.job.optimizer_records import BLOCK, is_quantized
-from shardwise.kernels.block_codes import Span, codes_of, decode, largest_of_blocks, scales_of
+from shardwise.kernels.block_codes import (
+    Span,
+    codes_of,
+    decode,
+    largest_of_blocks,
+    make_tables,
+    scales_of,
+)
 from shardwise.parallel.logical_state import StateForm
 from shardwise.parallel.tensor_map import ParameterEntry, Region
 from shardwise.training.optimizers.adamw import AdamWStep, adamw_update, next_moments
@@ -98,6 +105,9 @@ class BlockwiseAdamW(SliceOptimizer):
         self.block = block_size
         settings = {"lr": lr, "betas": check_betas(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, settings | {"block_size": block_size})
+        if self.form == "dynamic":
+            for device in {parameter.device for group in self.param_groups for parameter in group["params"]}:
+                make_tables(device)
 
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient; scales of blocks that are cut are agreed on first."""
