@@ -43,6 +43,7 @@ class Habit:
         untried: layouts on which one rank alone refuses it: that ends a job, while a test's other ranks would wait.
         quick: layouts that are tried in every run of the tests, beside the first that refuses; the rest are slow tests.
         exact: largest error of a parameter in a job in fp64.
+        changes: its forward, or a hook, changes what later forwards compute, for which `verify` refuses it.
     """
 
     module: str
@@ -54,6 +55,7 @@ class Habit:
     quick: tuple[str, ...] = (SHARDS,)
     untried: tuple[str, ...] = ()
     exact: float = 1e-9
+    changes: bool = False
 
     def __str__(self) -> str:
         return self.module
@@ -233,6 +235,7 @@ HABITS: tuple[Habit, ...] = (
         refused=dict.fromkeys(SEVERAL, r"words of BoundedRows \(.*modules.py:\d+\) has max_norm"),
         remedy="scale the rows in a callback after the step",
         quick=(ONE,),
+        changes=True,
     ),
     Habit(
         "MovingAverages",
@@ -245,6 +248,7 @@ HABITS: tuple[Habit, ...] = (
             "training": {"microbatch_size": None}
         },  # plain torch runs the forwards of a step ahead of their backwards
         quick=(),
+        changes=True,
     ),
     Habit(
         "ReplacedParameters",
@@ -312,6 +316,7 @@ HABITS: tuple[Habit, ...] = (
         remedy="one microbatch on each rank",
         keys={"training": {"microbatch_size": 4}},
         quick=(),
+        changes=True,
     ),
     Habit("Locked", "locks and open files as attributes", quick=()),
     Habit(
@@ -366,6 +371,7 @@ HABITS: tuple[Habit, ...] = (
         remedy="`model.freeze`, or a mask by `register_hook`",
         keys={"training": {"microbatch_size": None}},
         quick=(),
+        changes=True,
     ),
     Habit(
         "MarkedTensors",
@@ -393,6 +399,7 @@ HABITS: tuple[Habit, ...] = (
         costs="one microbatch a step",
         untried=(STAGES,),
         quick=(),
+        changes=True,
     ),
     Habit("FlagsBetweenBlocks", "blocks that hand on flags or numbers", quick=()),
     Habit("DetachedBetweenBlocks", "blocks given what earlier layers made, detached", quick=()),
@@ -455,5 +462,6 @@ HABITS: tuple[Habit, ...] = (
         ),
         remedy="set `model.running_statistics` yourself",
         quick=(),
+        changes=True,
     ),
 )

@@ -186,7 +186,35 @@ def test_a_loop_of_ones_own_has_the_loss_of_the_class_or_says_so(
     if said:
         assert isinstance(outcome, str) and re.search(said, outcome)
     else:
-        assert outcome == pytest.approx(float(model(**batch).loss), rel=1e-5)
+        assert outcome == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+
+
+def loss_of_a_job(job: Job, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]] | str:
+    """Return the loss of a step on a batch of one's own, and the weights that it had, or the refusal."""
+    try:
+        with Session(job, device=torch.device("cpu")) as session:
+            weights = {name: tensor.clone() for name, tensor in session.model.whole_tensors()}
+            return session.step([batch], learning_rate=0.0).loss, weights
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("name", "said"), [("gpt2", ""), ("xlnet", ""), ("bart", ""), ("prophetnet", "is no mean")])
+def test_own_batches_of_a_model_of_the_job_have_the_loss_of_its_class(
+    world_pool: WorldPool, corpora: Path, name: str, said: str
+) -> None:
+    config = toy_config(name)
+    job = make_job(corpora, model={"config": config, "dropout": 0.0}, training={"microbatch_size": 2})
+    ids = torch.randint(1, 40, (2, 8), generator=torch.Generator().manual_seed(5))
+    batch = {"input_ids": ids, "labels": ids.flip(0)}
+    [outcome] = world_pool.run(1, loss_of_a_job, job, batch)
+    if said:
+        assert isinstance(outcome, str) and said in outcome
+        return
+    loss, weights = outcome
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config.pop("model_type")](**config)).double().eval()
+    model.load_state_dict(weights, strict=False)
+    assert loss == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
 def test_labels_that_logits_have_no_places_for_are_named(world_pool: WorldPool) -> None:

@@ -30,6 +30,17 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor._indices(), tensor._values()
 
 
+def backward_under_modes(loss: Tensor, retain_graph: bool) -> None:
+    """Run backward from a scalar; checkpoints run their forwards again under the function modes of their first one.
+
+    No public name: a mode is given `Tensor.backward`, and is off in it (torch 2.11 to 2.14).
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def gradient_hooks(parameter: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:
     """Hooks of `Tensor.register_hook`, by number."""
     return dict(parameter._backward_hooks or {})

@@ -28,7 +28,7 @@ from shardwise.commands.train import plan_job
 from shardwise.commands.workers import in_workers
 from shardwise.data.corpus import with_format
 from shardwise.data.token_data import TokenData
-from shardwise.errors import ConfigError, LegalityError, MachineError
+from shardwise.errors import ConfigError, LegalityError, MachineError, ShardwiseError
 from shardwise.errors.exit_codes import DISAGREEMENT, DONE
 from shardwise.job.axes import Axis
 from shardwise.job.schema import EvaluationSection, Job, PrecisionSection
@@ -56,7 +56,14 @@ from shardwise.testing.oracle_mixture import CorpusReader, MixtureSource
 from shardwise.testing.oracle_rows import RowSource
 from shardwise.testing.oracle_start import known_start
 from shardwise.testing.oracle_stream import StreamSource
-from shardwise.testing.reference import SIXTEEN, OracleReference, RecordedReference, Recording, oracle_dtypes
+from shardwise.testing.reference import (
+    SIXTEEN,
+    OracleReference,
+    RecordedReference,
+    Recording,
+    oracle_dtypes,
+    refuse_changing_forwards,
+)
 from shardwise.testing.run_checks import (
     compare_buffers,
     compare_evaluation,
@@ -208,6 +215,8 @@ def _verify_precision(
     def reference() -> OracleReference:
         oracle = _oracle(run, weights)
         oracles.append(oracle)
+        if job.model.factory is not None:
+            refuse_changing_forwards(oracle, facts.definition)
         if is_first:
             for own, data in [(source.job, source.data) for source in run.data.sources] or [(job, run.data)]:
                 report.add(compare_corpus(own, data.directory, data.tokenizer_directory))
@@ -285,7 +294,7 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
     trainer = Trainer(session, Interrupt(session.rank))
     overflows = compared = 0
     with fused_dropout_off(session.plan.exact_dropout) as rates:
-        reference = make_reference() if session.rank == 0 else None
+        reference = _made_on_rank_0(make_reference)
         for batches in session.batches():
             ours = capture_step(trainer, batches)
             if ours.skipped and _scale_can_shrink(session.assembled) and overflows < MOST_OVERFLOWS:
@@ -312,6 +321,21 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
         report.notes.append(f"{overflows} steps overflowed while the fp16 loss scale found its place.")
     for probability in rates.ours:
         report.notes.append(f"Attention dropout of {probability:g} in the fused kernel is switched off: {FUSED}")
+
+
+def _made_on_rank_0(make: Callable[[], Any]) -> Any:
+    """Return what rank 0 makes, None elsewhere; every rank raises what it raises. Collective."""
+    made: Any = None
+    failure: list[ShardwiseError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = make()
+        except ShardwiseError as error:
+            failure = [error]
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+    return made
 
 
 def _scale_can_shrink(run: AssembledJob) -> bool:

@@ -44,6 +44,7 @@ class Batch:
     known, where there is one.
     digest: hash of the real samples (`batch_digest`), signed 64 bits.
     sequences_per_sample: into which each sample of the data was cut (`cut`).
+    first_row: counter of the first row, known on the host of a batch that `to` has brought to an accelerator.
     lengths: of inputs that are joined (patches of images), the number of entries of each row in dim 1; what is behind
     is padding. The model gets the entries of all rows one behind the other. On the host.
     """
@@ -61,6 +62,7 @@ class Batch:
     sequences_per_sample: int = 1
     whole_labels: Tensor | None = None
     lengths: dict[str, list[int]] = field(default_factory=dict)
+    first_row: int | None = None
 
     def arguments(self, rows: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Return the inputs as the model takes them, of some rows or all: those that are joined without padding."""
@@ -82,7 +84,10 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        return self.mapped(partial(moved, device=device))
+        batch = self.mapped(partial(moved, device=device))
+        if len(self.rows) and self.rows.is_cpu and not batch.rows.is_cpu:  # a host would wait for it there
+            batch.first_row = int(self.rows[0])
+        return batch
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with each tensor changed."""

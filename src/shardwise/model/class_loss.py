@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from shardwise.job.tasks import IGNORED
-from shardwise.model.probe import copy_to_probe, run_on_fakes, try_devices
+from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED, TASKS
+from shardwise.model.probe import copy_to_probe, run_on_fakes, token_inputs, try_devices
 
 CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+LENGTH = 8  # of the sequences on which a class is asked
 SAME, NEXT, OTHER, UNKNOWN = "same", "next", "other", ""
 
 
@@ -38,6 +40,28 @@ class _CrossEntropy(TorchFunctionMode):
         if func is F.cross_entropy:
             self.calls.append((CROSS_ENTROPY.bind(*args, **kwargs), result))
         return result
+
+
+def labels_of_class(model: PreTrainedModel, job: Job, example: Mapping[str, Tensor] | None = None) -> str:
+    """Return where labels that the user gives stand for a model: by its class's own loss, if it can be asked.
+
+    Args:
+        example: keyword arguments of a forward; unset: tokens.
+    """
+    inputs = example or token_inputs(model, min(LENGTH, job.data.sequence_length))
+    kind = class_loss(model, {name: value for name, value in inputs.items() if name != "labels"})
+    return kind or labels_of_task(model, job)
+
+
+def labels_of_task(model: PreTrainedModel, job: Job) -> str:
+    """Return where labels stand for a model by the job's task, or for one that the user builds by transformers' list.
+
+    The class is not asked.
+    """
+    if job.model.factory is None:
+        return NEXT if TASKS[job.model.task].labels == "next" else SAME
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
+    return NEXT if type(model) in (causal if isinstance(causal, tuple) else (causal,)) else SAME
 
 
 def class_loss(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> str:

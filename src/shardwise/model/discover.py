@@ -16,7 +16,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise._torch_compat.modules import is_compiled
@@ -28,7 +28,7 @@ from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.adapters import with_adapters
 from shardwise.model.attention_support import context_capability, kernel_capability, takes_positions
 from shardwise.model.build import has_dropout
-from shardwise.model.class_loss import NEXT, SAME, class_loss
+from shardwise.model.class_loss import SAME, labels_of_class, labels_of_task
 from shardwise.model.experts import (
     BATCHED,
     NUMBER,
@@ -366,23 +366,18 @@ def _interface(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None)
         "computes_own_loss": not is_pretrained,
         "generates_text": is_pretrained,
         "has_config": is_pretrained,
-        "given_labels": _given_labels(model, job, example) if isinstance(model, PreTrainedModel) else SAME,
+        "given_labels": _given_labels(model, job, example),
         "classifies": TASKS[job.model.task].classifies,
     }
 
 
-def _given_labels(model: PreTrainedModel, job: Job, example: Mapping[str, Tensor] | None) -> str:
-    """Return where labels of a loop or of `data.factory` stand for a model of transformers, as its class has them."""
-    is_users = job.model.factory is not None
-    if is_users or job.data.factory is not None:
-        inputs = example or token_inputs(model, min(LENGTH, job.data.sequence_length))
-        kind = class_loss(model, {name: value for name, value in inputs.items() if name != "labels"})
-        if kind:
-            return kind
-    if not is_users:
-        return NEXT if TASKS[job.model.task].labels == "next" else SAME
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
-    return NEXT if type(model) in (causal if isinstance(causal, tuple) else (causal,)) else SAME
+def _given_labels(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None) -> str:
+    """Return where labels stand that the user gives; classes are asked where the job says that there are some."""
+    if not isinstance(model, PreTrainedModel):
+        return SAME
+    if job.model.factory is not None or job.data.factory is not None:
+        return labels_of_class(model, job, example)
+    return labels_of_task(model, job)
 
 
 @dataclass(frozen=True)

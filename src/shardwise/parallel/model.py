@@ -447,12 +447,16 @@ class ParallelModel:
         """Sum gradients of parameters that some of a group's ranks have used; one that none has is left without."""
         trained = [name for name in names if self.tensor_map[name].parameter.requires_grad]
         parameters = [self.tensor_map[name].parameter for name in trained]
+        if not trained:
+            return
         unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
-        used = torch.ones(len(parameters), device=self.device)
+        for number in unused:
+            parameters[number].grad = torch.zeros_like(parameters[number])
+        gradients = self.tensor_map.gradients(trained)
+        used = torch.ones(len(parameters), dtype=gradients[0].dtype, device=self.device)  # for one message with them
         for number in unused:
             used[number] = 0
-            parameters[number].grad = torch.zeros_like(parameters[number])
-        sum_together([used, *self.tensor_map.gradients(trained)], group, self.device, unit)
+        sum_together([used, *gradients], group, self.device, unit)
         if unused:  # only then have the counts to be read on the host
             counts = used.tolist()
             for number in (number for number in unused if not counts[number]):
@@ -670,8 +674,13 @@ class ParallelModel:
             documents=documents,
             counted=getattr(microbatch, "counted", None),
             is_token=None if self.facts.stages.encoder else getattr(microbatch, "is_token", None),
-            first_row=int(microbatch.rows[0]) if self.facts.may_draw and len(microbatch.rows) else None,
+            first_row=_first_row(microbatch) if self.facts.may_draw and len(microbatch.rows) else None,
             numbers_positions=numbers_positions(self.module, getattr(microbatch, "inputs", None)),
         )
         with dropout_scope(scope), scope.seeded(""):
             yield
+
+
+def _first_row(microbatch: Microbatch) -> int:
+    known: int | None = getattr(microbatch, "first_row", None)
+    return int(microbatch.rows[0]) if known is None else known

@@ -138,7 +138,9 @@ def gather(run: AssembledJob, gradients: bool = False, divisor: float = 1.0) -> 
     kept = {}
     for name, whole in run.model.whole_tensors(gradients):
         if dist.get_rank() == 0:
-            kept[name] = whole.detach().to("cpu", copy=True).div_(divisor)
+            kept[name] = whole.detach().to("cpu", copy=True)
+            if divisor != 1.0:  # parameters may be whole numbers
+                kept[name].div_(divisor)
     return kept
 
 
@@ -225,8 +227,12 @@ class _StepWatcher:
 
 
 def _clip_factor(reduced: Mapping[str, Tensor], clipped: Mapping[str, Tensor]) -> ClipFactor | None:
-    """Return the factor between gradients before and behind clipping; those that no rank has used are gone by then."""
-    pairs = [(reduced[name].double(), gradient.double()) for name, gradient in clipped.items()]
+    """Return the factor between gradients before and behind clipping; those that no rank has used are gone by then.
+
+    Complex ones are of another dtype than the job's, which rounds the factor.
+    """
+    real = [name for name, gradient in clipped.items() if gradient.is_floating_point()]
+    pairs = [(reduced[name].double(), clipped[name].double()) for name in real]
     squares = sum(float(a.square().sum()) for a, _ in pairs)
     if squares == 0:
         return None

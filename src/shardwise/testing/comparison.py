@@ -158,11 +158,22 @@ class VerifyReport:
         return Group(*lines)
 
 
+def in_double(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor in fp64; real and imaginary parts of a complex one stand in a last dim of two."""
+    values = tensor.detach()
+    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).to(torch.float64)
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Return whether tensors of this dtype can have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def relative_error(ours: Tensor, reference: Tensor, least: float = 0.0) -> float:
     """max|ours - reference| / max(max|reference|, least); NaN where something is."""
     if not reference.numel():
         return 0.0
-    a, b = ours.detach().to(torch.float64), reference.detach().to(torch.float64)
+    a, b = in_double(ours), in_double(reference)
     difference, scale = float((a - b).abs().max()), max(float(b.abs().max()), least)
     if difference == 0.0:
         return 0.0
@@ -197,12 +208,13 @@ class Update:
 
     def of(self, name: str) -> Tensor:
         """Return what was added to a parameter, in fp64."""
-        return self.after[name].detach().double() - self.before[name].detach().double()
+        return in_double(self.after[name]) - in_double(self.before[name])
 
     def rounding(self, name: str) -> Tensor:
         """Return how far two runs may round apart: each rounds weight decay and the sum, by half a unit."""
         parameter = self.after[name].detach()
-        return 2 * torch.finfo(parameter.dtype).eps * parameter.double().abs()
+        unit = torch.finfo(parameter.dtype).eps if is_differentiable(parameter) else 0.0
+        return 2 * unit * in_double(parameter).abs()
 
 
 def compare_updates(
@@ -241,7 +253,7 @@ def compare_directions(
         if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
             differences.append(Difference(step, "gradient", name, math.inf, least.error))
             continue
-        a, b = ours[name].detach().double(), reference[name].detach().double()
+        a, b = in_double(ours[name]), in_double(reference[name])
         size = max(float(b.norm()), noise[name])
         if size == 0.0 and not a.any():
             continue

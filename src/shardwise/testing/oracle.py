@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise._torch_compat.autograd import backward_under_modes
 from shardwise.data.batch import Batch
 from shardwise.job.objects import load_object
 from shardwise.job.optimizer_section import OptimizerSection
@@ -33,7 +34,9 @@ from shardwise.job.schema import Job
 from shardwise.job.tasks import TASKS
 from shardwise.model.adapter_config import adapter_settings
 from shardwise.model.build import load_config
+from shardwise.model.construct import drawing_from
 from shardwise.model.replacements import mend_batch_norms
+from shardwise.testing.comparison import in_double
 from shardwise.testing.oracle_adapters import adapt, scaled_twice
 from shardwise.testing.oracle_data import NOT_COUNTED, FactorySource, Rows, Source, shortened
 from shardwise.testing.oracle_draws import OracleDraws
@@ -143,7 +146,9 @@ class Oracle:
     averages: dict[str, Tensor] = field(default_factory=dict, init=False)  # of trained weights (EMA)
 
     def __post_init__(self) -> None:
-        self.model = _wide(adapt(_build(self.job, self.eager), adapter_settings(self.job.adapter)), self.master)
+        with drawing_from(self.job.training.seed):  # what a constructor draws and keeps beside parameters and buffers
+            built = _build(self.job, self.eager)
+        self.model = _wide(adapt(built, adapter_settings(self.job.adapter)), self.master)
         self._widens = needs_fp32_weights(self.model)
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -166,7 +171,7 @@ class Oracle:
         if self.compute != self.master:
             self.parameters = {name: nn.Parameter(p.detach().clone()) for name, p in live.items()}
             for parameter in live.values():
-                parameter.data = parameter.data.to(self.compute)
+                _narrow(parameter, self.compute)
         self.live = live
         self.reference = self._reference() if self.job.reads_pairs else None
         self.weights = {}
@@ -219,7 +224,7 @@ class Oracle:
         model = _wide(_build(self.job, self.eager), self.master)
         for name, parameter in model.named_parameters():
             parameter.copy_(self.weights[name]).requires_grad_(False)
-            parameter.data = parameter.data.to(self.compute)
+            _narrow(parameter, self.compute)
         return model.eval()
 
     def models(self) -> list[nn.Module]:
@@ -317,7 +322,7 @@ class Oracle:
                     terms = self.routers.term(self._router_logits, sequences, of_step, twist.balancing)
                     losses = part + terms
                 for number, share in enumerate(shares, start=1):
-                    (losses * share).backward(retain_graph=number < len(shares))
+                    backward_under_modes(losses * share, number < len(shares))
                 self._collect()
                 loss += float(part.detach())
         return loss
@@ -361,7 +366,7 @@ class Oracle:
     def norm(self, gradients: Mapping[str, Tensor] | None = None) -> float:
         """Global L2 norm, summed in fp64."""
         values = (self.gradients if gradients is None else gradients).values()
-        return math.sqrt(sum(float(value.double().square().sum()) for value in values))
+        return math.sqrt(sum(float(in_double(value).square().sum()) for value in values))
 
     def _loss(self, rows: Rows, step: int, twist: Twist) -> Tensor:
         """Summed loss of `rows`."""
@@ -372,7 +377,7 @@ class Oracle:
             cuts = self.sequences_per_sample(step)
             counters = [(c - cuts * self.rows_of(step)[0]) % (cuts * twist.local_rows) for c in counters]
         with self.dropout.begin(mask_step, counters) if not twist.no_dropout else nullcontext():
-            if self._has_own_loss:
+            if self.has_own_loss:
                 with self.drawn.forward(mask_step, counters[0]) if self.drawn else nullcontext():
                     return self._module_loss(rows)
             inputs: dict[str, Any] = self._cast(rows.inputs)
@@ -407,7 +412,7 @@ class Oracle:
         return losses.sum()
 
     @property
-    def _has_own_loss(self) -> bool:
+    def has_own_loss(self) -> bool:
         """True for a user's module but one of transformers, of whose logits the job takes its loss."""
         model = self.job.model
         return model.factory is not None and (model.loss is not None or not isinstance(self.model, PreTrainedModel))
@@ -473,7 +478,7 @@ class Oracle:
     def _collect(self) -> None:
         for name, parameter in self.live.items():
             if parameter.grad is not None:
-                self.gradients[name] += parameter.grad.to(self.master)
+                self.gradients[name] += parameter.grad.to(self.parameters[name].dtype)
                 parameter.grad = None
                 self.used.add(name)
 
@@ -486,13 +491,13 @@ class Oracle:
         settings = self.job.optimizer
         given = self.gradients if gradients is None else gradients
         for name in self.used:  # torch.optim leaves a parameter without a gradient alone
-            self.parameters[name].grad = given[name].to(self.master, copy=True)
+            self.parameters[name].grad = given[name].to(self.parameters[name].dtype, copy=True)
         if settings.clip_norm is not None and twist.clips:
             # By hand: clip_grad_norm_ sums a million fp32 squares on a CPU in fp32, off by 5e-5.
             norm = self.norm({name: given[name] for name in self.used})
             factor = min(1.0, settings.clip_norm / (norm + 1e-6)) ** twist.clips
             for name in self.used:
-                self.parameters[name].grad = given[name].to(self.master, copy=True).mul_(factor)
+                self.parameters[name].grad = given[name].to(self.parameters[name].dtype, copy=True).mul_(factor)
         for group in self.optimizer.param_groups:
             group["lr"] = scheduled_rate(settings, step, self.steps) * group["share"]
         with self._changed(twist):
@@ -661,17 +666,14 @@ def _whole_alibi(model: nn.Module) -> Iterator[None]:
 
 
 def _wide(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert `model` to the real `dtype`, but for complex buffers, of which that would leave the real parts."""
-    complex_buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if buffer.is_complex()
-    ]
-    model.to(dtype)
-    for module, name, buffer in complex_buffers:
-        setattr(module, name, buffer)
-    return model
+    """Convert `model` to the real `dtype`, but for what is complex, of which that would leave the real parts."""
+    return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let a real parameter have the values of a smaller `dtype`."""
+    if parameter.is_floating_point():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _build(job: Job, eager: bool) -> nn.Module:

@@ -50,17 +50,21 @@ def _loaded_values(job: Job) -> dict[str, Tensor]:
 
 def _constant_values(section: ModelSection) -> dict[str, Tensor]:
     """Return what two builds of the factory have in common: random numbers differ, however they are seeded."""
-    builds = []
-    for dtype in (torch.float32, torch.float64):  # a generator of the module's own draws others in another dtype
-        with _other_draws(dtype):
-            module: nn.Module = load_object(str(section.factory))(**copy.deepcopy(section.factory_arguments))
-        builds.append(_tensors(module))
-    first, second = builds
+    first = _built_in(torch.float32, section)
+    try:
+        second = _built_in(torch.float64, section)  # where a generator of the module's own draws others
+    except Exception:  # its code joins what torch makes of this dtype with what is of its own
+        return {}
     return {
         name: value
         for name, value in first.items()
         if name in second and value.shape == second[name].shape and equal_but_for_rounding(value, second[name])
     }
+
+
+def _built_in(dtype: torch.dtype, section: ModelSection) -> dict[str, Tensor]:
+    with _other_draws(dtype):
+        return _tensors(load_object(str(section.factory))(**copy.deepcopy(section.factory_arguments)))
 
 
 @contextmanager

@@ -68,7 +68,8 @@ class PrecisionRecord:
         State whose dtype the optimizer has by definition, such as scales of blocks, is left out where it has it.
         """
         for entry, local in run.optimizer.locals:
-            self.parameters.setdefault(local.dtype, entry.name)
+            if not run.facts.kept_dtype(entry.name):
+                self.parameters.setdefault(local.dtype, entry.name)
         states: dict[str, list[Tensor]] = {}
         chosen = optimizers_of_parameters(run.facts, run.plan.job.optimizer)
         for entry, local in run.optimizer.locals:
@@ -200,8 +201,8 @@ def _detached(bias: Tensor | None) -> Tensor | None:
 
 
 def holds_numbers_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> bool:
-    """Return True if almost all elements of wider `tensors` are numbers of `dtype`."""
-    elements = [tensor.detach().flatten() for tensor in tensors if tensor.numel()]
+    """Return True if almost all elements of wider `tensors` are numbers of `dtype`; only real ones are asked."""
+    elements = [tensor.detach().flatten() for tensor in tensors if tensor.is_floating_point()]
     elements = [value[value != 0] for value in elements]
     equal = sum(int((value.to(dtype).to(value.dtype) == value).sum()) for value in elements)
     return equal > 0.999 * sum(value.numel() for value in elements) > 0

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardwise.data.batch import Batch
+from shardwise.errors import ModelError
 from shardwise.kernels.precision import torch_dtype
 from shardwise.plan.plan import Plan
 from shardwise.testing.batch_check import find_misread, find_misread_evaluation
@@ -36,6 +37,8 @@ from shardwise.testing.comparison import (
     compare_numbers,
     compare_tensors,
     compare_updates,
+    in_double,
+    is_differentiable,
     largest,
 )
 from shardwise.testing.diagnosis import diagnose
@@ -65,6 +68,8 @@ SUMS = 10  # roundings of a gradient as large as the largest, until it is compar
 PARTS = (1 / 3, 2 / 3)  # of a loss, whose gradients have other roundings than the whole one's
 FLOOR_EXPECTED = 1e-12  # an fp64 model whose own rounding is above this computes partly in a smaller dtype
 ROUNDS_INSIDE = "The model itself computes in a smaller dtype than fp64, which moves gradients by its rounding"
+REPEATS = 3  # of a step, for modules that count what they do
+REPEATED = Tolerance(1e-5)  # of gradients of the same step: nothing of it is rounded otherwise
 FLOOR_MOST = 0.05  # of a gradient: no dtype's rounding is above this
 
 
@@ -149,17 +154,25 @@ class OracleReference:
         real = [batch for batches in readers.values() for batch in batches if batch.counted.any()]
         microbatches = [rows_of(batch, self.oracle.rows_together is not None) for batch in real]
         right = self.oracle.evaluate(microbatches)
-        difference = compare_numbers(ours.step, "evaluation loss", ours.validation_loss, right, self.loss_tolerance)
+        difference = compare_numbers(
+            ours.step, "evaluation loss", ours.validation_loss, right, self._evaluation_tolerance
+        )
         sentence = f"the evaluation's loss is {ours.validation_loss:.6g}, that of its rows {right:.6g}"
         averaged = self._compare_ema_loss(ours, microbatches)
         return [rows, difference if difference.agrees else replace(difference, name=sentence), *averaged]
+
+    @property
+    def _evaluation_tolerance(self) -> Tolerance:
+        """That of a step's loss; a user's function sums a loss in 16 bits, and no noise is measured on these rows."""
+        sums_narrowly = self.oracle.has_own_loss and self.plan.dtypes.compute in SIXTEEN
+        return Tolerance((1 + sums_narrowly) * self.loss_tolerance.error)
 
     def _compare_ema_loss(self, ours: Captured, microbatches: Sequence[Rows]) -> list[Difference]:
         """Compare the loss of the averaged weights on the same rows, where there are some."""
         if ours.ema_loss is None:
             return []
         right = self.oracle.evaluate_averages(microbatches)
-        difference = compare_numbers(ours.step, "evaluation loss", ours.ema_loss, right, self.loss_tolerance)
+        difference = compare_numbers(ours.step, "evaluation loss", ours.ema_loss, right, self._evaluation_tolerance)
         sentence = f"the evaluation's loss with averaged weights is {ours.ema_loss:.6g}, not {right:.6g}"
         return [difference if difference.agrees else replace(difference, name=sentence)]
 
@@ -273,7 +286,7 @@ class OracleReference:
             oracle.update(step, {name: gradient * (1 + relative) + absolute for name, gradient in gradients.items()})
             ends.append({name: parameter.detach().clone() for name, parameter in oracle.parameters.items()})
             oracle.restore(before)
-        noise = {name: (ends[0][name] - ends[1][name]).abs() for name in ends[0]}
+        noise = {name: (in_double(ends[0][name]) - in_double(ends[1][name])).abs() for name in ends[0]}
         for name in oracle.orthogonalized if self.plan.dtypes.compute in SIXTEEN else ():
             most = (ends[0][name] - before[0][name]).abs().max()
             noise[name] = torch.full_like(noise[name], float(BF16_ITERATIONS * most))
@@ -286,7 +299,7 @@ class OracleReference:
         parts the oracle sums two as well.
         """
         oracle = self.oracle
-        frozen = [parameter for parameter in oracle.live.values() if not parameter.requires_grad]
+        frozen = [live for live in oracle.live.values() if is_differentiable(live) and not live.requires_grad]
         for parameter in frozen:  # whose gradients may be the ones that a smaller dtype shows in
             parameter.requires_grad_(True)
         oracle.backward(0)
@@ -296,7 +309,7 @@ class OracleReference:
             differences += compare_tensors(0, "", oracle.gradients, right, self.tolerances.gradient)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for parameter in oracle.parameters.values():
+            for parameter in filter(is_differentiable, oracle.parameters.values()):
                 noise = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) * 4e-16
                 parameter.mul_(1 + noise)
         oracle.backward(0, reverse=True)
@@ -319,6 +332,34 @@ class OracleReference:
         notes = self.report.notes
         notes[:] = [note for note in notes if not note.startswith(ROUNDS_INSIDE)]
         notes.append(f"{ROUNDS_INSIDE}; they are held to {wide:.1e}.")
+
+
+def refuse_changing_forwards(oracle: Oracle, definition: str) -> None:
+    """Refuse a user's module whose forward changes what later ones compute: the oracle runs others than the job.
+
+    Raises:
+        ModelError: a step is another when it is repeated from the same weights and rows.
+    """
+    before = oracle.snapshot()
+    first: tuple[dict[str, Tensor], set[str]] | None = None
+    for _ in range(REPEATS):
+        oracle.backward(0)
+        written = [name for name, start in before[0].items() if not torch.equal(oracle.parameters[name], start)]
+        oracle.restore(before)
+        gradients, used = first = first or (oracle.gradients, oracle.used)
+        error = max((d.error for d in compare_tensors(0, "", oracle.gradients, gradients, REPEATED)), default=0.0)
+        if written:
+            what = f"writes the parameter {written[0]}"
+        elif used != oracle.used:
+            what = f"trains {min(used ^ oracle.used)} in some forwards only"
+        elif error > REPEATED.error:
+            what = f"keeps something that a later forward reads: repeated, a step has gradients {error:.1e} apart"
+        else:
+            continue
+        raise ModelError(
+            f"{definition} {what}. One process runs more forwards than the job, and so it cannot be held to it: verify "
+            "the model without that, or compare two layouts with --against"
+        )
 
 
 @dataclass

@@ -67,7 +67,7 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
     if not inputs:
         raise ConfigError("a microbatch has no tensor beside its labels; give the model's keyword arguments by name")
     labels = tensors.get("labels")
-    if labels is not None and assembled.facts.given_labels == NEXT:
+    if labels is not None and assembled.given_labels == NEXT:
         labels = one_ahead(labels)
     first = next(iter(inputs.values()))
     return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))
@@ -80,7 +80,7 @@ def _check_labels(labels: Tensor, assembled: AssembledJob) -> None:
         raise ConfigError(
             f"a microbatch has labels of {labels.dtype}, and the job's loss is that of whole numbers; {way_out}"
         )
-    if assembled.facts.given_labels == OTHER:
+    if assembled.given_labels == OTHER:
         raise ConfigError(
             f"the loss of {type(assembled.model.module).__name__} is no mean cross-entropy of its logits, which a "
             f"step takes; {way_out}"

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from shardwise._torch_compat import accelerator
 from shardwise.checkpoint.adapters import open_adapter
@@ -26,9 +27,10 @@ from shardwise.data.token_data import TokenData
 from shardwise.errors import ConfigError, DataError, ModelError
 from shardwise.job.axes import Axis
 from shardwise.job.schema import Job
+from shardwise.job.tasks import TASKS
 from shardwise.kernels.precision import LossScaler, has_float8
 from shardwise.model.build import build_model, construct_user_module, user_factory
-from shardwise.model.class_loss import NEXT
+from shardwise.model.class_loss import NEXT, labels_of_class
 from shardwise.model.construct import drawing_from
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
@@ -88,6 +90,16 @@ class AssembledJob:
     def stream(self) -> Stream:
         """This rank's batches of the training split."""
         return make_stream(self.plan, self.layout, self.data)
+
+    @cached_property
+    def given_labels(self) -> str:
+        """The place of labels in a loop of one's own, as in `ModelFacts`; of a model of the job its class is asked."""
+        job, facts = self.plan.job, self.facts
+        is_asked = job.model.factory is not None or job.data.factory is not None
+        if is_asked or facts.classifies or TASKS[job.model.task].reads_files:
+            return facts.given_labels
+        model = build_model(job)
+        return labels_of_class(model, job) if isinstance(model, PreTrainedModel) else facts.given_labels
 
     @property
     def evaluation_batches(self) -> int:

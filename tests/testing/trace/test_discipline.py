@@ -33,6 +33,7 @@ from tests.fork_server import call
 from tests.testing.trace.test_trace import AXES, NEOX, OWN_SHAPES, settings, traced_here
 
 WIDE = NEOX | {"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 8192}
+HABITS = "tests.habits"
 OFFLOADED_OPTIMIZER = {"memory": {"offload_optimizer": True}}
 COVER: dict[str, dict[str, Any]] = {
     **AXES,
@@ -55,9 +56,13 @@ COVER: dict[str, dict[str, Any]] = {
     "updates beside backward": {**OFFLOADED_OPTIMIZER, "optimizer": {"clip_norm": None}},
     **{name: {"optimizer": {"name": name}} for name in ("AdamW8bit", "AdamWBf16", "Adafactor", "Lion")},
     "Muon": {"optimizer": {"name": "Muon"}, "parallel": {"tensor_parallel_degree": 2}},
+    "checkpoints of its own": {
+        "model": {"factory": f"{HABITS}.modules:OwnCheckpoints", "loss": f"{HABITS}.building:squared_error"},
+        "data": {"factory": f"{HABITS}.building:Rows"},
+    },
     "schedule-free": {"optimizer": {"name": "ScheduleFreeAdamW", "schedule": "constant"}},
 }
-QUICK = ("sharded", "everything at once", "updates beside backward")
+QUICK = ("sharded", "everything at once", "updates beside backward", "checkpoints of its own")
 
 
 def step_on_accelerators(sections: dict[str, Any]) -> RankTrace:
@@ -121,6 +126,12 @@ def planted(function: Any) -> tuple[str, ...]:
 def test_a_planted_copy_of_gradients_to_the_host_is_found_at_its_line() -> None:
     line = inspect.getsourcelines(norm_on_the_host)[1] + 1
     assert any(fault.startswith(f"trace/test_discipline.py:{line} ") for fault in call(planted, norm_on_the_host))
+
+
+def test_an_operator_of_a_device_alone_is_refused_with_its_line() -> None:
+    model = {"factory": f"{HABITS}.modules:Recurrent", "loss": f"{HABITS}.building:squared_error"}
+    with pytest.raises(ConfigError, match=r"cannot follow aten::\w+, which a device computes .*modules\.py:\d+"):
+        call(step_on_accelerators, {"model": model, "data": {"factory": f"{HABITS}.building:Rows"}})
 
 
 def test_a_planted_read_of_a_value_is_refused_with_its_line() -> None:

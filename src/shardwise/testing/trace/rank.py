@@ -43,7 +43,7 @@ from shardwise.testing.simulated.streams import SIMULATED
 from shardwise.testing.trace.kernel_packages import packages_stood_for
 from shardwise.testing.trace.program import Entry, Partition
 from shardwise.testing.trace.recorder import RankRecorder
-from shardwise.testing.trace.refusals import values_refused
+from shardwise.testing.trace.refusals import unseen_refused
 from shardwise.testing.trace.storages import STATE, WEIGHTS, Storages
 from shardwise.testing.trace.traced_batch import TracedBatch
 from shardwise.training import host_updates
@@ -191,7 +191,7 @@ def _trace(model: ParallelModel, microbatch: TracedBatch, storages: Storages, fa
     with fake, microbatch.given(recorder), threads_seen(recorder):
         optimizer, objective = ShardedOptimizer.of(model), make_objective(model)
         storages.own(WEIGHTS, *modules)
-        with values_refused(), recorder.recording(), one_document(model.plan, recorder):
+        with unseen_refused(), recorder.recording(), one_document(model.plan, recorder):
             _make_state(model, objective, optimizer, recorder, microbatch)
             state = (optimizer.inner, {} if model.ema is None else model.ema.values)
             storages.own(STATE, *state)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from shardwise._torch_compat.tracing import asks_for_values
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UserCodeError
 from shardwise.job.objects import in_parentheses, raised_at
 from shardwise.model.facts import ModelFacts
 from shardwise.plan.plan import Plan
+from shardwise.testing.simulated.streams import SIMULATED
 
 INSTEAD = "leave it out, or take the closed form of `shardwise plan`"
 
@@ -31,18 +33,23 @@ def refuse_untraceable(plan: Plan, facts: ModelFacts) -> None:
 
 
 @contextmanager
-def values_refused() -> Iterator[None]:
-    """Name the place of code that needs values of tensors which nobody knows here.
+def unseen_refused() -> Iterator[None]:
+    """Name the place of code that needs what nobody knows here: values of tensors, or a device's own operator.
 
     Raises:
         ConfigError: with the file and the line that are not torch's or ours.
     """
     try:
         yield
-    except RuntimeError as error:
-        if not asks_for_values(error):
+    except (RuntimeError, UserCodeError) as error:
+        cause = error.__cause__ if isinstance(error, UserCodeError) else error
+        if cause is None:
             raise
-        raise ConfigError(
-            f"--trace cannot follow code that asks for the values of tensors{in_parentheses(raised_at(error))}; "
-            f"{INSTEAD}"
-        ) from error
+        lacking = re.search(rf"Could not run '([\w:.]+)' with arguments from the '{SIMULATED}' backend", str(cause))
+        if lacking:
+            what = f"{lacking[1]}, which a device computes by code of its own"
+        elif asks_for_values(cause):
+            what = "code that asks for the values of tensors"
+        else:
+            raise
+        raise ConfigError(f"--trace cannot follow {what}{in_parentheses(raised_at(cause))}; {INSTEAD}") from error
