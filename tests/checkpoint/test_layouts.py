@@ -150,3 +150,24 @@ def test_ties_and_copies_are_stored_once(written: tuple[str, list[Path]]) -> Non
     sizes = [sum(t.numel() * t.element_size() for n, t in stored(path).items() if n[:6] != "random") for path in paths]
     assert len(set(sizes)) == 1
     assert ("model/lm_head.weight" in stored(paths[0])) == ("untied" in model)
+
+
+def scale_after(before: Job, after: Job, path: Path) -> float:
+    """Return the loss scale with which the job `after` goes on from a checkpoint of `before`."""
+    save(set_up(before, torch.device("cpu")), path, Progress(step=2, samples=16))
+    run = set_up(after, torch.device("cpu"))
+    restore(run.model, run.optimizer, run.scaler, LocalStore("unused"), data_facts(run))
+    return run.scaler.scale
+
+
+@pytest.mark.parametrize("before", [{"compute": "fp32"}, {"compute": "fp16", "loss_scale": {"static": 8.0}}])
+def test_a_run_that_begins_to_move_its_loss_scale_begins_with_its_own(
+    world_pool: WorldPool, corpora: Path, tmp_path: Path, before: dict[str, Any]
+) -> None:
+    """That of a run in fp32 is 1: gradients of fp16 would be lost under it, and nobody would see it."""
+    own = {"compute": "fp16", "loss_scale": {"init_scale": 512.0}}
+    jobs = [make_module_job(corpora, precision=precision) for precision in (before, own)]
+    jobs[1] = jobs[1].model_copy(
+        update={"checkpoint": jobs[1].checkpoint.model_copy(update={"resume": str(tmp_path / "step-00000002")})}
+    )
+    assert world_pool.run(1, scale_after, *jobs, tmp_path) == [512.0]

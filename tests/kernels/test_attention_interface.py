@@ -35,6 +35,7 @@ FAMILIES = sorted(CONFIGS)
 MASKED = ("bert", "roberta")
 KERNELS = ("auto", "eager", "sdpa", "blockwise")
 CANNOT = {("gemma2", "sdpa"), ("t5", "blockwise"), ("falcon alibi", "eager")}  # cap; gradient of a bias; reference
+COUNTS_TOKENS = ("bloom", "falcon", "falcon alibi", "opt")  # by a mask [B, S], and they take no other
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DOCUMENTS = torch.tensor([[0] * 7 + [1] * 9, [0] * 11 + [1] * 5])
 
@@ -135,6 +136,24 @@ def test_padding(family: str) -> None:
     arguments = {**inputs(family), "attention_mask": seen}
     counted = torch.ones(2, LENGTH, dtype=torch.bool) if family == "t5" else seen.bool()
     assert distance(outcome(ours, arguments, counted), outcome(theirs, arguments, counted)) < 1e-5
+
+
+def mask_of_numbers() -> Tensor:
+    """The first tokens of each row see each other, as a mask of four dims that a caller makes."""
+    places = torch.arange(LENGTH)
+    seen = (places <= places.view(-1, 1)) | (places < 5)
+    return torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in COUNTS_TOKENS])
+def test_a_mask_of_the_callers_own(family: str, kernel: str) -> None:
+    """It alone says what is hidden, keys ahead too."""
+    theirs, ours = models(family, torch.float32, kernel)
+    name = "decoder_attention_mask" if family == "t5" else "attention_mask"
+    arguments = {**inputs(family), name: mask_of_numbers()}
+    assert distance(outcome(ours, arguments), outcome(theirs, arguments)) < 1e-5
 
 
 @pytest.mark.sampled(9)

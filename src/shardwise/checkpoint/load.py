@@ -208,11 +208,17 @@ def _read(
         if not values and model.ema.entries:
             say(f"note: {path} has no averaged weights; the average begins with the weights of the next step")
     set_random(model.device, generators)
-    if scaler.settings.static is None:
+    if scaler.settings.static is None and _moves_scale(manifest):
         for field in fields(scaler):
             if field.name != "settings":
                 setattr(scaler, field.name, getattr(manifest.scaler, field.name))
     return Restored(path, manifest.progress)
+
+
+def _moves_scale(manifest: Manifest) -> bool:
+    """Return whether the run of a checkpoint moved its loss scale; others have a scale that says nothing of fp16."""
+    settings = manifest.job.get("precision", {}).get("loss_scale", {})
+    return manifest.plan.get("dtypes", {}).get("compute") == "fp16" and settings.get("static") is None
 
 
 def _fill(chunks: Sequence[TensorChunk], store: ReadableStore, name: str, manifest: Manifest) -> None:

@@ -60,11 +60,13 @@ class InterfaceAttention(nn.Module):
 
     Attributes:
         scores_dtype, softmax_dtype: of the eager arithmetic; None is the dtype of its input.
+        always_causal: keys ahead are hidden whatever a mask says that the model's caller made.
     """
 
     config: Any
     scores_dtype: torch.dtype | None = None
     softmax_dtype: torch.dtype | None = None
+    always_causal = False
 
     @property
     def probability_dropout(self) -> Any:

@@ -67,28 +67,36 @@ def attend(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
     bias, mask = key_bias if position_bias is None else position_bias, attention_mask
     if isinstance(mask, Tensor):
+        causal = causal and getattr(module, "always_causal", False)  # else it says itself whether keys ahead are seen
         mask, bias = _given(mask, bias, query)
     if local_window is not None:
         mask = _local(mask, local_window, query, key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, value, scale, causal, mask, bias, softcap, dropout, dropout_name)
     if kernel_of_call(call, kernel).kernel.name == "eager":
-        return _own_eager(module, call, position_bias, key_bias), None
+        given = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool else None
+        return _own_eager(module, call, given, position_bias=position_bias, key_bias=key_bias), None
     return run_attention(call, kernel).transpose(1, 2), None
 
 
-def _own_eager(module: nn.Module, call: AttentionCall, position_bias: Tensor | None, key_bias: Tensor | None) -> Tensor:
-    """Run the eager attention in the file of the module's class, which is the reference."""
-    more = {"softcap": call.softcap, "position_bias": position_bias, "key_bias": key_bias}
+def _own_eager(module: nn.Module, call: AttentionCall, given: Tensor | None, **biases: Tensor | None) -> Tensor:
+    """Run the eager attention in the file of the module's class, which is the reference.
+
+    `given` is a mask of numbers that the model's caller made.
+    """
+    more = {"softcap": call.softcap, **biases}
     mask = call.mask
     if mask is None and call.causal:
         mask = make_mask(1, torch.arange(call.query.shape[2], device=call.query.device), causal=True)
+    added = None if mask is None else mask.as_additive(call.query.dtype)
+    if given is not None:
+        added = given if added is None else torch.where(added < 0, added, given)
     output: Tensor = own_attention("eager", module)(
         module,
         call.query,
         call.key,
         call.value,
-        None if mask is None else mask.as_additive(call.query.dtype),
+        added,
         scaling=call.scale,
         dropout=call.dropout,
         **{name: value for name, value in more.items() if value is not None},
@@ -108,6 +116,7 @@ def own_attention(name: str, module: nn.Module) -> Callable[..., Any]:
 def _given(mask: Tensor, bias: Tensor | None, query: Tensor) -> tuple[Mask | None, Tensor | None]:
     """Return (mask, bias) of a mask that the model's caller made whole: a bool one stays, others join the bias."""
     if mask.dtype != torch.bool:
+        mask = mask.clamp(min=torch.finfo(query.dtype).min)  # else a row that is hidden whole is NaN in 16 bits
         return None, mask if bias is None else bias + mask
     rows, columns = (torch.arange(size, device=mask.device) for size in mask.shape[-2:])
     return Mask(lambda b, h, q, k: mask[b % len(mask), 0, q, k], rows, columns, query.shape[0]), bias

@@ -17,6 +17,7 @@ class GPTNeoInterfaceAttention(GPTNeoSelfAttention, InterfaceAttention):
     """GPT-Neo's attention through the interface: scores are not scaled, and the mask does not know the window."""
 
     scores_dtype = torch.float32
+    always_causal = True
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         window = {LOCAL_WINDOW: self.config.window_size} if self.attention_type == "local" else {}
