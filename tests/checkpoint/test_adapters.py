@@ -92,6 +92,18 @@ def test_peft_opens_a_run_and_the_merged_model_computes_the_same(
     assert torch.equal(logits(again), expected)
 
 
+def test_a_merged_weight_is_rounded_once(world_pool: WorldPool, base: Path, tmp_path: Path) -> None:
+    """Asked for in fp32, it has nothing of the bf16 of the base's files."""
+    make_model("llama").bfloat16().save_pretrained(tmp_path / "narrow")
+    model = {"config": None, "path": str(tmp_path / "narrow")}
+    world_pool.run(1, train, a_job(base, tmp_path / "run", steps=2, model=model))
+    pretrained = AutoModelForCausalLM.from_pretrained(model["path"], dtype=torch.float64)
+    expected = logits(PeftModel.from_pretrained(pretrained, str(tmp_path / "run" / "adapter")))
+    export_checkpoint(str(tmp_path / "run"), tmp_path / "merged", "fp32", merge=True)
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_adapters_of_a_packed_base_are_merged_into_what_they_were_fitted_to(
     world_pool: WorldPool, base: Path, tmp_path: Path
@@ -297,5 +309,6 @@ def test_a_layer_without_a_part_of_its_adapter_is_not_left_out_of_what_is_merged
     parts = {"block.weight": torch.ones(2, 3), "block.lora_A.weight": torch.ones(1, 3), "norm.weight": torch.ones(2)}
     with pytest.raises(CheckpointError, match=r"block cannot be merged: .* there is lora_A, weight alone"):
         list(merged(parts.items(), {"block": adapter}))
-    whole = dict(merged([*parts.items(), ("block.lora_B.weight", torch.ones(2, 1))], {"block": adapter}))
+    parts["block.lora_B.weight"] = torch.ones(2, 1)
+    whole = dict(merged(parts.items(), {"block": adapter}))
     assert whole["block.weight"].equal(torch.full((2, 3), 2.0)) and list(whole) == ["norm.weight", "block.weight"]

@@ -152,7 +152,8 @@ def export_checkpoint(
                 yield key.partition("/")[2], tensors.read_evaluated(stored_as(key))
                 advance(manifest.tensor_bytes(key))
 
-        whole = _with_base(stored(), manifest, trust_remote_code)
+        asked = dtype or manifest.job.get("model", {}).get("dtype")
+        whole = _with_base(stored(), manifest, trust_remote_code, wide=asked in EXPORT_DTYPES)
         buffers = {key.partition("/")[2] for key in _of_kind("buffer/", manifest)}
         for tensor_name, tensor in whole:
             kind = "buffer" if tensor_name in buffers else "model"
@@ -248,11 +249,12 @@ def _export_adapters(
 
 
 def _with_base(
-    stored: Iterator[tuple[str, Tensor]], manifest: Manifest, trust_remote_code: bool
+    stored: Iterator[tuple[str, Tensor]], manifest: Manifest, trust_remote_code: bool, wide: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole model, with its adapters merged; what a checkpoint leaves out is read from the base's directory.
 
     Weights that were packed in training are those that their packed form stands for: adapters were fitted to them.
+    `wide` leaves what is computed here in fp32, for a caller who rounds it: once, and not to the base's dtype before.
 
     Raises:
         CheckpointError: the directory is gone, or its weights have changed.
@@ -262,7 +264,7 @@ def _with_base(
         yield from stored
         return
     if not adapter.base:
-        yield from merged(stored, adapter.layers)
+        yield from merged(stored, adapter.layers, wide)
         return
     own = dict(stored)  # of adapters and a few modules: small
     if not Path(adapter.base).is_dir() or hash_weights(adapter.base) != adapter.base_hash:
@@ -272,8 +274,12 @@ def _with_base(
         )
     weights, names = open_base(manifest, trust_remote_code)
     read = ((name, weights.read(source)) for name, source in names.items() if name not in own)
-    base = ((name, rounded(tensor, form) if (form := adapter.packed.get(name)) else tensor) for name, tensor in read)
-    yield from merged(chain(base, own.items()), adapter.layers)
+    forms = adapter.packed
+    base = (
+        (name, rounded(tensor.float() if wide else tensor, forms[name]) if name in forms else tensor)
+        for name, tensor in read
+    )
+    yield from merged(chain(base, own.items()), adapter.layers, wide)
 
 
 def open_base(manifest: Manifest, trust_remote_code: bool) -> tuple[HuggingFaceWeights, dict[str, str]]:

@@ -15,8 +15,12 @@ from shardwise.words import listed
 WEIGHT = "weight"  # the part of an adapted layer that is the model's own
 
 
-def merged(tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAdapter]) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAdapter], wide: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield `tensors` by name with `adapters` merged; an adapter follows its layer, whose weight is held until then.
+
+    A merged weight is rounded to the dtype of the layer's own, unless `wide`: then it is in fp32 or wider.
 
     Raises:
         CheckpointError: a part of a layer, or of its adapter, is not among them.
@@ -32,7 +36,7 @@ def merged(tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAd
         parts[part] = tensor
         if len(parts) == 1 + len(adapter_shapes(layer, adapters[layer])):
             adapter = adapters[layer]
-            yield adapted_parameter(layer, adapter), merged_weight(waiting.pop(layer), adapter)
+            yield adapted_parameter(layer, adapter), merged_weight(waiting.pop(layer), adapter, wide)
     if waiting:
         layer, parts = next(iter(waiting.items()))
         raise CheckpointError(
@@ -42,18 +46,18 @@ def merged(tensors: Iterable[tuple[str, Tensor]], adapters: Mapping[str, LayerAd
 
 
 @torch.no_grad()
-def merged_weight(parts: Mapping[str, Tensor], adapter: LayerAdapter) -> Tensor:
-    """Return the weight of an adapted layer, or stack, in its own form and dtype, of `weight`, `lora_A` and so on.
+def merged_weight(parts: Mapping[str, Tensor], adapter: LayerAdapter, wide: bool = False) -> Tensor:
+    """Return the weight of an adapted layer, or stack, in its own form, of `weight`, `lora_A` and so on.
 
     W + scaling * B A (arXiv 2106.09685, section 4.1), for DoRA with the trained length of each row.
     """
     own = parts[WEIGHT]
-    wide = torch.promote_types(own.dtype, torch.float32)
-    weight = (own.T if adapter.transposed else own).to(wide)
-    weight = weight + adapter.scaling * (parts[LORA_B].to(wide) @ parts[LORA_A].to(wide))
+    computed = torch.promote_types(own.dtype, torch.float32)
+    weight = (own.T if adapter.transposed else own).to(computed)
+    weight = weight + adapter.scaling * (parts[LORA_B].to(computed) @ parts[LORA_A].to(computed))
     if adapter.has_magnitude:
-        weight = weight * (parts[MAGNITUDE].to(wide) / torch.linalg.norm(weight, dim=1)).unsqueeze(1)
-    return (weight.T if adapter.transposed else weight).to(own.dtype).contiguous()
+        weight = weight * (parts[MAGNITUDE].to(computed) / torch.linalg.norm(weight, dim=1)).unsqueeze(1)
+    return (weight.T if adapter.transposed else weight).to(computed if wide else own.dtype).contiguous()
 
 
 def _split(name: str, adapters: Mapping[str, LayerAdapter]) -> tuple[str, str]:
