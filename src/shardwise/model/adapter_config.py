@@ -45,9 +45,10 @@ def adapter_settings(section: AdapterSection) -> AdapterSection:
         return section
     stored = read_adapter_config(section.path)
     given = section.model_fields_set
-    for key, value in stored.items():
-        own = getattr(section, key)
-        if key in given and own != value and key != "dropout":
+    fields = AdapterSection.model_fields
+    for key in given.intersection(KEYS.keys() | {"kind"}) - {"dropout"}:
+        value, own = stored.get(key, fields[key].get_default()), getattr(section, key)
+        if _in_order(own) != _in_order(value):
             raise ConfigError(
                 f"adapter.{key}={own!r}: the adapter in adapter.path={section.path!r} has {value!r}; leave "
                 f"adapter.{key} out, or leave adapter.path out and train a new one"
@@ -55,6 +56,10 @@ def adapter_settings(section: AdapterSection) -> AdapterSection:
     if "dropout" in given:
         stored["dropout"] = section.dropout
     return AdapterSection.model_validate({**stored, "path": section.path, "base": section.base})
+
+
+def _in_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
 
 
 def with_adapter(job: Job) -> Job:
