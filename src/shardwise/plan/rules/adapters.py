@@ -120,6 +120,18 @@ def _save_both(d: Draft) -> str:
     return f"use {[*d.adapter.modules_to_save, other.rpartition('.')[0].rpartition('.')[2]]}, or leave both out"
 
 
+def _shared_weight(d: Draft) -> tuple[str, str] | None:
+    """Return (a weight that an adapter changes, its name in another layer), if there is one."""
+    adapted = {adapted_parameter(layer, adapter) for layer, adapter in d.facts.adapters.items()}
+    pairs = ((name, other) for group in d.facts.ties for name in group for other in group if other != name)
+    return next(((name, other) for name, other in pairs if name in adapted), None)
+
+
+def _shared_reason(d: Draft) -> str:
+    weight, other = _shared_weight(d) or ("", "")
+    return f"{weight} is {other} too, and merged it would change that layer"
+
+
 def _nearest_module(d: Draft) -> str:
     whole = "." in _unknown_modules(d)[0]
     modules = modules_of(d.facts)
@@ -148,6 +160,10 @@ RULES: tuple[Rule, ...] = (
          fix="use names of linear layers, or all-linear",
          because=_target_reason,
          use=_target_fix),
+    Rule("adapter-shared-weight", ("adapter.target_modules",), "a layer that has its weight to itself has an adapter",
+         _shared_weight,
+         fix="name the other layers",
+         because=_shared_reason),
     Rule("adapter-pattern", ("adapter.rank_pattern", "adapter.alpha_pattern"),
          "each pattern has to match a layer that has an adapter",
          lambda d: _has_adapters(d) and _unused_patterns(d),

@@ -25,6 +25,8 @@ STACKED = replace(
     expert_stacks={"layers.0.experts": 4},
     expert_matrices=(STACK,),
 )
+SHARED = replace(LINEARS, linears={"layers.0.up": (12, 48), "layers.1.up": (12, 48), "layers.0.down": (48, 12)},
+                 ties=(("layers.0.up.weight", "layers.1.up.weight"),))  # fmt: skip
 OF_EXPERTS = {"target_parameters": ["experts.up"]}
 TRACED = replace(LINEARS, stages=StageFacts(traced=True))
 
@@ -62,6 +64,9 @@ CASES = {
         {"modules_to_save": ["nrm"]}, {"modules_to_save": ["norm"]}, "did you mean 'norm'?"
     ),
     "adapter-targets": adapter_case({"target_modules": ["upp"]}, {"target_modules": ["up"]}, "did you mean 'up'?"),
+    "adapter-shared-weight": adapter_case(
+        {}, {"target_modules": ["down"]}, "layers.0.up.weight is layers.1.up.weight too, and merged it would", SHARED
+    ),
     "adapter-pattern": adapter_case({"rank_pattern": {"updo": 2}}, {"rank_pattern": {"up": 2}}, "did you mean 'up'?"),
     "adapter-stacks": adapter_case(
         {"target_parameters": ["experts.upp"]}, OF_EXPERTS, "did you mean 'experts.up'?", STACKED
