@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -22,7 +23,11 @@ from shardwise.errors import ModelError
 from shardwise.job.schema import Job
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
+from shardwise.plan.draft import World
+from shardwise.plan.plan import resolve as resolve_plan
+from shardwise.testing.toy_configs import toy_config
 from shardwise.training.init import match_weights
+from shardwise.training.setup import study
 from tests.checkpoint.models import assert_reads_all, make_model, resolve
 from tests.model import toys
 
@@ -123,6 +128,36 @@ def test_files_with_a_prefix_that_the_model_lacks(tmp_path: Path) -> None:
     make_model("gpt2").save_pretrained(tmp_path)
     resolved = HuggingFaceWeights(tmp_path).resolve(["h.0.ln_1.weight"], base_model_prefix="transformer")
     assert resolved == {"h.0.ln_1.weight": "transformer.h.0.ln_1.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_weights_without_a_word_in_the_config_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].to(dtype), f"{name}_scale": torch.ones(1)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name}' is stored as (F8_E4M3|int8).*needs the unquantized model"):
+        study(Job.model_validate({"model": {"path": str(tmp_path)}}))
+
+
+def test_what_a_model_has_no_place_for_is_noted(tmp_path: Path) -> None:
+    """Llama with biases in the files and none in the config computes other numbers; an old table of angles is idle."""
+    make_model("llama").save_pretrained(tmp_path)
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.self_attn"
+    more = {f"{layer}.q_proj.bias": torch.ones(24), f"{layer}.rotary_emb.inv_freq": torch.ones(3)}
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+    job = Job.model_validate({"model": {"path": str(tmp_path)}, "data": {"sequence_length": 16}})
+    (note,) = [note for note in resolve_plan(job, World(1, "cpu", 1), study(job)).notes if "no place" in note]
+    assert f"no place for {layer}.q_proj.bias, which its files hold" in note
+
+
+def test_files_may_lack_what_an_initializer_computes(tmp_path: Path) -> None:
+    """Marian's positions, which transformers does not save."""
+    values = toy_config("marian")
+    AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[values.pop("model_type")](**values)).save_pretrained(tmp_path)
+    facts = study(Job.model_validate({"model": {"path": str(tmp_path), "task": "seq2seq_lm"}}))
+    assert "model.encoder.embed_positions.weight" in facts.parameter_shapes
 
 
 def test_renamings_are_found_for_a_class_that_fsdp_renamed(tmp_path: Path) -> None:

@@ -250,6 +250,10 @@ def test_adapters_train_and_keep_a_head_that_is_drawn(world_pool: WorldPool, tmp
     exported = export_checkpoint(str(next((tmp_path / "kept").glob("step-*"))), tmp_path / "whole", merge=True)
     score = load_file(exported / "model.safetensors")["score.weight"]
     assert torch.equal(score.double(), weights["score.weight"].to(score.dtype).double())
+    sections["model"]["dtype"] = "file"
+    assert (
+        "score.weight" not in study(class_job("llama", "sequence_classification", tmp_path, **sections)).weight_dtypes
+    )
 
 
 @pytest.mark.sampled(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,9 @@ _COMPARED_AT_ONCE = 1 << 24  # elements
 class HuggingFaceWeights:
     """The tensors of a Hugging Face model directory, read slice by slice.
 
+    Attributes:
+        unread: tensors for which the resolved model has no place, but for what transformers knows to be idle.
+
     Raises:
         ModelError: there are no weights, or a file of them is absent, broken or holds something else.
     """
@@ -39,6 +43,7 @@ class HuggingFaceWeights:
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.names}
         self._made: dict[str, tuple[Recipe, tuple[int, ...]]] = {}  # of other tensors, by the model's name: how, shape
         self._grown: dict[str, GrownTensor] = {}
+        self.unread: tuple[str, ...] = ()
         if index is not None:
             _check_index(index, self._file_of)
 
@@ -85,8 +90,9 @@ class HuggingFaceWeights:
         """The name of each of the model's parameters, by which `shape` and `read` know it from here on.
 
         Files leave out tied names, and hold the base model with or without its prefix (GPT-2's `transformer.`, absent
-        on the Hub). `model` gives transformers' own rules. Of `optional`, its buffers, come those that are there. What
-        the files hold beyond the model, such as old attention masks, is left alone.
+        on the Hub). `model` gives transformers' own rules, also of what files may lack (Marian's positions, which its
+        initializer computes). Of `optional`, its buffers, come those that are there. What the files hold beyond the
+        model is left alone, and is in `unread`.
         """
         model_names, optional = list(model_names), list(optional)
         group_of = {name: group for group in ties for name in group}
@@ -98,14 +104,18 @@ class HuggingFaceWeights:
             name: [known[tied] for tied in dict.fromkeys([name, *group_of.get(name, ())]) if tied in known]
             for name in model_names
         }
-        missing = [name for name, matches in there.items() if not matches]
+        may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        missing = [name for name, matches in there.items() if not matches and not _matches(may_lack, name)]
+        sources = {name for recipe in recipes for _, name in recipe.sources}
+        unread = self._file_of.keys() - direct.values() - sources
         if missing:
-            sources = {name for recipe in recipes for _, name in recipe.sources}
-            self._raise_missing(missing, self._file_of.keys() - direct.values() - sources)
+            self._raise_missing(missing, unread)
+        idle = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"}
+        self.unread = tuple(sorted(name for name in unread if not _matches(idle, name)))
         for twins in {tuple(sorted(set(matches))) for matches in there.values()}:
             self._check_equal(twins)
         buffers = {name: known[name] for name in optional if name in known}
-        return {name: matches[0] for name, matches in there.items()} | buffers
+        return {name: matches[0] for name, matches in there.items() if matches} | buffers
 
     def grow(self, resolved: Mapping[str, str], shapes: Mapping[str, Sequence[int]], rows: int, seed: int) -> None:
         """Give tensors of the model that have `rows` rows, and fewer in the files, rows of added tokens behind them."""
@@ -123,6 +133,16 @@ class HuggingFaceWeights:
                 raise ModelError(
                     f"{where}: {file_name!r} has shape {list(self.shape(file_name))}, the model's {name!r} has "
                     f"{list(shapes[name])}; config.json and weights do not belong together"
+                )
+
+    def check_numbers(self, resolved: Mapping[str, str], names: Iterable[str]) -> None:
+        """Raises where parameters `names`, numbers of the model, are codes in the files: their scales are not read."""
+        for name in names:
+            dtype = self.dtype(resolved[name])
+            if not getattr(torch, dtype).is_floating_point or dtype.startswith("float8"):
+                raise ModelError(
+                    f"{self.path}: {resolved[name]!r} is stored as {dtype}, as quantized weights are, whose scales the "
+                    "model has no place for; training needs the unquantized model"
                 )
 
     def _file(self, name: str) -> Path:
@@ -168,6 +188,10 @@ class HuggingFaceWeights:
             f"{self.path}: the weights lack {count} of the model ({listed(missing)}){rest}; the directory must hold "
             "all weights of the model that its config.json describes"
         )
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _find_files(path: Path) -> tuple[list[Path], Path | None]:

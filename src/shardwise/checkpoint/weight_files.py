@@ -81,7 +81,7 @@ class SafetensorsFile:
         """Torch's name of the tensor's dtype."""
         stored = self._handle.get_slice(name).get_dtype()
         if stored not in TORCH_DTYPES:
-            raise ModelError(f"{self._file}: {name!r} is stored as {stored}; use model.dtype bf16")
+            raise ModelError(f"{self._file}: {name!r} is stored as {stored}; training needs the unquantized model")
         return str(TORCH_DTYPES[stored]).removeprefix("torch.")
 
     def read(self, name: str, slices: Sequence[slice] = ()) -> Tensor:

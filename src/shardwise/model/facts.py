@@ -413,6 +413,7 @@ class ModelFacts:
     packed: dict[str, str] = field(default_factory=dict)  # frozen weight -> its form in 4 or 8 bits, `nf4` or `int8`
     weight_dtypes: dict[str, str] = field(default_factory=dict)  # parameter -> torch's name of the dtype in which it
     # is written, and kept where it is frozen; empty for a job without model.dtype
+    unread_weights: tuple[str, ...] = ()  # tensors in the files of model.path that the model has no place for
     probe_failure: str = (
         ""  # why the forward could not be probed; head, dropout and arguments are then assumed the worst
     )

@@ -17,11 +17,12 @@ def with_weight_dtypes(facts: ModelFacts, section: ModelSection) -> ModelFacts:
     return facts if name is None else _with_dtypes(facts, lambda parameter: name)
 
 
-def with_file_dtypes(facts: ModelFacts, dtype_in_files: Callable[[str], str]) -> ModelFacts:
-    """Return `facts` with the dtype that each weight has in the model's files, by torch's name."""
+def with_file_dtypes(facts: ModelFacts, dtype_in_files: Callable[[str], str | None]) -> ModelFacts:
+    """Return `facts` with the dtype that each weight has in the model's files, by torch's name; None: it is in none."""
     return _with_dtypes(facts, dtype_in_files)
 
 
-def _with_dtypes(facts: ModelFacts, dtype_of: Callable[[str], str]) -> ModelFacts:
+def _with_dtypes(facts: ModelFacts, dtype_of: Callable[[str], str | None]) -> ModelFacts:
     own = facts.parameter_kinds.kept_dtypes
-    return replace(facts, weight_dtypes={name: dtype_of(name) for name in facts.base_shapes if name not in own})
+    dtypes = {name: dtype_of(name) for name in facts.base_shapes if name not in own}
+    return replace(facts, weight_dtypes={name: dtype for name, dtype in dtypes.items() if dtype is not None})

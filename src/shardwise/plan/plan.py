@@ -678,6 +678,11 @@ def _cast_arguments(draft: Draft) -> str:
 
 
 def _model_notes(draft: Draft) -> Iterator[str]:
+    if unread := draft.facts.unread_weights:
+        yield (
+            f"model.path={draft.model.path!r}: this model has no place for {listed(unread)}, which its files hold; "
+            "where they belong to it, its config says otherwise than its weights."
+        )
     if draft.model.factory is not None and draft.compute in ("bf16", "fp16"):
         yield f"precision.cast_float_arguments={draft.precision.cast_float_arguments}: {_cast_arguments(draft)}."
     if draft.precision.fp8 == "emulate":

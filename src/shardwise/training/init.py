@@ -140,6 +140,8 @@ def match_weights(module: nn.Module, facts: ModelFacts, job: Job) -> tuple[Huggi
     if job.data.added_tokens:
         weights.grow(names, facts.base_shapes | buffers, facts.vocabulary_size, job.training.seed)
     weights.check_shapes(names, facts.base_shapes | buffers)
+    numbers = (name for name, parameter in module.named_parameters() if parameter.is_floating_point())
+    weights.check_numbers(names, (name for name in numbers if name in names))
     return weights, names
 
 

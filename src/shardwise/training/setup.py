@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -160,8 +160,9 @@ def study(job: Job, unstaged: ModelFacts | None = None) -> ModelFacts:
         facts = cut_by_trace(model, facts, job.data.sequence_length, few)
     if job.model.path is not None:
         weights, names = match_weights(model, facts, job)
+        facts = replace(facts, unread_weights=weights.unread)
         if job.model.dtype == "file":
-            facts = with_file_dtypes(facts, lambda name: weights.dtype(names[name]))
+            facts = with_file_dtypes(facts, lambda name: weights.dtype(names[name]) if name in names else None)
     if job.model.weights is not None:
         match_weight_file(job.model.weights, model, facts)
     if job.adapter.path is not None:
