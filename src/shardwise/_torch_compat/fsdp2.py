@@ -97,6 +97,16 @@ def take_left_gradients(modules: Sequence[FSDPModule]) -> Iterator[tuple[nn.Para
                     yield parameter.sharded, gradient
 
 
+# No public name: the same, of gradients whole or summed over the shards alone.
+def drop_left_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Forget what backwards without reduction, or without that over replicas, have left."""
+    for _ in take_left_gradients(modules):
+        pass
+    for module in modules:
+        for group in _parameter_groups(module):
+            group._partial_reduce_output = None
+
+
 class _GatheredParameter:
     """A parameter that FSDP2 has gathered before, and its whole gradient, which lies in one of two places.
 

@@ -50,8 +50,9 @@ def _leave_whole(modules: Sequence[FSDPModule], plan: Plan, last: bool) -> None:
 
 
 def reduce_gradients(modules: Sequence[FSDPModule]) -> None:
-    """Reduce what the backwards of a step have left in whole gradients, and free the gathered parameters."""
+    """Reduce what backwards have left, whole or summed over the shards alone, and free the gathered parameters."""
     for module in modules:
+        module.set_requires_all_reduce(True, recurse=False)
         module.set_requires_gradient_sync(True, recurse=False)
         module.set_reshard_after_backward(True, recurse=False)
     reduce_left_gradients(modules)

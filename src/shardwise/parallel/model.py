@@ -429,6 +429,13 @@ class ParallelModel:
                 if buffer is not source:
                     buffer.copy_(source)
 
+    def complete_gradients(self) -> None:
+        """Reduce what backwards have left that did not complete the gradients. Collective over those who share them."""
+        for use in self.uses:
+            use.only_reduces()
+        for modules in self._roots:
+            reduce_gradients(modules)
+
     def sum_shared_gradients(self) -> None:
         """Sum gradients of parameters that several ranks hold, each for a part of the activations or of the stages."""
         for names, group in self.partial:

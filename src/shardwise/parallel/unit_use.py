@@ -259,6 +259,10 @@ class UnitUse(UnitHooks):
         self._backwarded.clear()
         self._reduced.clear()
 
+    def only_reduces(self) -> None:
+        """Take what comes next for the end of a backward that has run: it reduces what earlier ones have left."""
+        self._backwarded.update(range(1, len(self.units)))
+
     def _run_skipped_forwards(self, end: int) -> None:
         skipped = [index for index in range(1, end) if index not in self._forwarded]
         if not self.takes_part:

@@ -110,7 +110,7 @@ class DistributedModel(nn.Module):
             self.get_module().to(device)  # what has no values yet is drawn where it will live
         if state.layout.size(Axis.SHARD) > 1:
             show_shards(self.get_module(), state.layout)
-        state.attach_model(self, weights, translate_out, translate_in)
+        state.attach_model(self, weights, runner, translate_out, translate_in)
 
     # ---- forward and backward
 
@@ -136,6 +136,11 @@ class DistributedModel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Leave gradients of backward passes inside on their ranks; the first one outside reduces them all."""
         return self._smp.runner.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) gradients, those too that wait on their ranks for the last pass of a step."""
+        super().zero_grad(set_to_none)
+        self._smp.runner.drop_gradients()
 
     @contextmanager
     def join(self, **settings: Any) -> Iterator[None]:

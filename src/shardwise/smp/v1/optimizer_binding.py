@@ -122,6 +122,8 @@ class OptimizerBinding:
 
     def settle(self) -> None:
         """Complete the gradients of this step. Collective."""
+        if self.session.passes is not None:
+            self.session.passes.complete_gradients()
         if self.session.weights is not None:
             self.session.weights.settle_gradients()
         self.show_gradients()
@@ -136,6 +138,8 @@ class OptimizerBinding:
                 entry.parameter.grad.zero_()
         for _, local in self.parameters.locals:
             local.grad = None if set_to_none else local.grad
+        if self.session.passes is not None:
+            self.session.passes.drop_gradients()
         self._unscaled = False
 
     # ---- norm and loss scale

@@ -57,6 +57,16 @@ class OptimizedModel(Protocol):
         """Put the distributed weights back in their places."""
 
 
+class BackwardPasses(Protocol):
+    """The backward passes of a step, as the script's optimizer knows them."""
+
+    def complete_gradients(self) -> None:
+        """Reduce what passes have left on their ranks."""
+
+    def drop_gradients(self) -> None:
+        """Forget what passes have left on their ranks."""
+
+
 class ModelOptimizer(Protocol):
     """The script's optimizer, as the distributed model knows it.
 
@@ -98,7 +108,7 @@ class SmpSessionV1(SmpSession):
 
     Attributes:
         model: the script's distributed model, once it is made.
-        weights: the part of it that its optimizer works with.
+        weights, passes: the parts of it that its optimizer works with.
         optimizer: the script's optimizer as the model sees it, once it is made.
         step_count: calls of step functions; dropout goes on by it.
         tracing: the model's structure is being read.
@@ -108,6 +118,7 @@ class SmpSessionV1(SmpSession):
         super().__init__()
         self.model: nn.Module | None = None
         self.weights: OptimizedModel | None = None
+        self.passes: BackwardPasses | None = None
         self.optimizer: ModelOptimizer | None = None
         self.step_count = 0
         self.tracing = False
@@ -199,9 +210,11 @@ class SmpSessionV1(SmpSession):
 
     # ---- the script's model and optimizer
 
-    def attach_model(self, model: nn.Module, weights: OptimizedModel, to_hf: Any, to_smp: Any) -> None:
+    def attach_model(
+        self, model: nn.Module, weights: OptimizedModel, passes: BackwardPasses, to_hf: Any, to_smp: Any
+    ) -> None:
         """Make `model` the script's; `to_hf` and `to_smp` are (module, weights) -> weights under the other names."""
-        self.model, self.weights = model, weights
+        self.model, self.weights, self.passes = model, weights, passes
         self._translations = [(partial(to_hf, weights.module), partial(to_smp, weights.module))]
 
     def attach_optimizer(self, optimizer: ModelOptimizer) -> None:

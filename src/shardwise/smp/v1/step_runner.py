@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise._torch_compat.fsdp2 import drop_left_gradients
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.job.axes import Axis
 from shardwise.parallel.gradient_sync import begin_microbatch
@@ -22,6 +23,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.plan.normalisation import SMP_MEAN, LossCounts
 from shardwise.smp.exceptions import StepUsageError
 from shardwise.smp.nesting import to_device, tree_leaves
+from shardwise.smp.session import print_notes
 from shardwise.smp.v1.building import MicrobatchSize, build_parallel_model, microbatch_size, on_meta
 from shardwise.smp.v1.forward import MicrobatchForward
 from shardwise.smp.v1.hooks import ModelHooks
@@ -74,7 +76,8 @@ class StepRunner:
         self._run: StepRun | None = None
         self._passes_run = 0
         self._synchronise = True
-        self._held_back = False
+        self._held_back = self._has_noted = False
+        self._left = False  # backwards have run whose gradients are not reduced
         self._last = True  # the backward outside of a step that runs completes the gradients
         self._outside = OutsideBackward(self._begin_outside, lambda: self._finish_backward(self._last))
         self._shapes: dict[Any, tuple[MicrobatchSize, dict[str, Any]]] = {}
@@ -211,20 +214,51 @@ class StepRunner:
         """Count the backward that comes, and tell if gradients are complete after it."""
         self._passes_run += 1
         if not self._synchronise:
-            self._held_back = True
+            self._held_back = self._left = True
             return False
         # What no_sync has held back goes out with this one.
         complete = self._held_back or self._passes_run % self._settings.passes == 0
-        self._held_back = False
+        self._held_back, self._left = False, not complete
         return complete
+
+    def complete_gradients(self) -> None:
+        """Reduce what is left on the ranks where an optimizer does not wait for the passes it was to. Collective."""
+        left, passes = self._left, self._passes_run
+        self._begin_passes()
+        if not left:
+            return
+        if not self._has_noted:
+            self._has_noted = True
+            print_notes([
+                f"optimizer.step() after {passes} of {max(passes, self._settings.passes)} backward passes: their "
+                "gradients are reduced now, and whoever clipped gradients before saw none of these; "
+                "optimizer.clip_master_grads clips the reduced ones."
+            ])  # fmt: skip
+        if self._hooks.communication is None:
+            self._weights.require_parallel().complete_gradients()
+        self._share_complete()
+
+    def drop_gradients(self) -> None:
+        """Forget what is left on the ranks, as gradients are dropped: the next pass is the first of its step."""
+        if self._left:
+            drop_left_gradients(self._weights.require_parallel().fsdp_modules)
+        self._begin_passes()
+
+    def _begin_passes(self) -> None:
+        self._passes_run, self._left, self._held_back = 0, False, False
+
+    def _share_complete(self) -> None:
+        """Share what follows complete gradients: buffers, and what a communication hook makes of the gradients."""
+        if self._settings.share_buffers:
+            self._weights.share_buffers()
+        if self._hooks.communication is not None:
+            self._hooks.communication.reduce(self._weights.require_parallel())
 
     def _finish_backward(self, complete: bool) -> None:
         weights, optimizer = self._weights, self._session.optimizer
         self._hooks.backward_has_run = True
-        if complete and self._settings.share_buffers:
-            weights.share_buffers()
-        if complete and self._hooks.communication is not None:
-            self._hooks.communication.reduce(weights.require_parallel())
+        if complete:
+            self._share_complete()
         weights.unsettled, weights.gathered = True, False
         if optimizer is not None and complete and optimizer.reads_gradients:
             optimizer.settle()
