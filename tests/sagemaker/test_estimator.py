@@ -142,6 +142,11 @@ def test_what_a_constructor_refuses(script: str, arguments: dict[str, Any], mess
         ({"distribution": {"mpi": {"enabled": "yes"}}}, None, "mpi.enabled='yes': must be True or False"),
         ({"distribution": {"smdistributed": {}}}, None, "give one of modelparallel and dataparallel"),
         ({"distribution": {"mpi": {"enabled": True, "processes_per_host": 0}}}, None, "processes_per_host=0"),
+        (
+            {"distribution": {"mpi": {"enabled": True, "custom_mpi_options": "-x A='b"}}},
+            None,
+            "mpi.custom_mpi_options=.*close the quotes",
+        ),
         ({"distribution": smp(tensor_degree=2)}, None, "unknown key 'tensor_degree'"),
         ({"subnets": ["a"]}, None, "subnets and security_group_ids belong together"),
         ({"use_spot_instances": True}, None, "max_wait=None"),

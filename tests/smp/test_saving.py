@@ -158,6 +158,7 @@ def _mistakes(directory: str) -> list[str]:
             lambda: smp.resume_from_checkpoint(directory, tag="two"),
             lambda: smp.load(f"{directory}/none.pt"),
             lambda: smp.load(f"{directory}/evil.pt", partial=False),
+            lambda: smp.resume_from_checkpoint(directory, partial=False),
         ):
             try:
                 call()
@@ -170,7 +171,8 @@ def _mistakes(directory: str) -> list[str]:
 
 def test_wrong_checkpoints_are_refused_with_their_names(world_pool: WorldPool, tmp_path: Path) -> None:
     for said in world_pool.run(2, _mistakes, str(tmp_path)):
-        degrees, missing, none, evil = said
+        degrees, missing, none, evil, of_parts = said
+        assert "one_partial is a partial checkpoint; pass partial=True" in of_parts
         assert "pipeline 1 there and 2 here" in degrees and "two_partial is not there" in missing
         assert "none.pt_" in none and "evil.pt cannot be read" in evil
 

@@ -22,6 +22,7 @@ from shardwise.smp.exceptions import (
     SMPValidationError,
     StepUsageError,
 )
+from shardwise.smp.v1.step_outputs import collect_outputs
 from shardwise.testing.world import WorldPool
 from tests.smp.scripts import batches, make_model, train_step
 
@@ -359,6 +360,47 @@ def test_a_steps_outputs_go_with_the_step() -> None:
     finally:
         gc.enable()
         smp.state.reset()
+
+
+def test_backward_takes_gradients_as_torchs_own_does() -> None:
+    """A gradient too few was dropped with its tensor, and one of another shape was broadcast."""
+    smp.init({})
+    try:
+        model: Any = smp.DistributedModel(Net())
+        rows = model(torch.ones(4, 4))[:, :1]
+        for tensors, gradients, said in (
+            (rows, None, r"tensor 0 of shape \[4, 1\] is no scalar; take its mean"),
+            ([rows.sum(), rows.sum()], [torch.ones(())], "2 tensors and 1 grad_tensors"),
+            ([rows], [torch.ones(4)], r"grad_tensors\[0\] has the shape \[4\], and its tensor \[4, 1\]"),
+        ):
+            with pytest.raises(StepUsageError, match=said):
+                model.backward(tensors, gradients)
+        model.backward([rows, rows.sum()], [torch.ones(4, 1), None])
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        smp.state.reset()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"a": 1}, {"b": 1}, r"returns a mapping of \['a'\] for microbatch 0 and a mapping of \['b'\]"),
+        ([1], [1, 2], "returns 1 values for microbatch 0 and 2 values for microbatch 1"),
+        (torch.zeros(()), None, "returns a tensor for microbatch 0 and a value for microbatch 1"),
+        ({"a": [1]}, {"a": None}, "returns 1 values for microbatch 0 and a value"),
+    ],
+)
+def test_results_of_other_parts_are_named(first: Any, second: Any, said: str) -> None:
+    with pytest.raises(StepUsageError, match=said):
+        collect_outputs([first, second], detach=True)
+
+
+@pytest.mark.parametrize("setting", [{"non_split_inputs": ["mask"]}, {"input_split_axes": {"mask": 1}}])
+def test_names_of_arguments_that_a_step_does_not_take_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(SMPValidationError, match=r"'mask' is no argument of .* 'run', which takes ids, masks\. Did"):
+
+        @smp.step(**setting)
+        def run(ids: Tensor, masks: Tensor) -> None: ...
 
 
 def test_a_script_has_one_model_and_its_backward() -> None:

@@ -136,7 +136,11 @@ def _mpi_options(result: EstimatorDistribution, settings: Mapping[str, Any], whe
     text = settings.get("custom_mpi_options")
     if not text:
         return
-    variables, rest = read_mpi_options(shlex.split(str(text)))
+    try:
+        words = shlex.split(str(text))
+    except ValueError as error:
+        raise ConfigError(f"{where}.custom_mpi_options={text!r}: {error}; close the quotes") from None
+    variables, rest = read_mpi_options(words)
     result.environment |= variables
     if rest:
         result.notes.append(

@@ -113,6 +113,7 @@ SMP: list[Case] = [
     ("model.dpo.enabled", False, {}, NoEffect("it is off")),
     ("model.dpo.enabled", True, {"model.data.train_dir": "rows"}, Refusal("leave model.data.train_dir null")),
     ("model.dpo.beta", 0.1, {}, NoEffect("model.dpo.enabled is off")),
+    ("model.dpo.beta", 0, {"model.dpo.enabled": True}, {"training.dpo.beta": 0}),  # which the job refuses
     ("model.dpo.label_smoothing", 0, {"model.dpo.enabled": True}, NoEffect("labels are taken as they are")),
     ("model.nsys_profile.enabled", True, {}, Refusal("Nsight is started from outside; observe.profile writes")),
 ]  # fmt: skip
@@ -138,7 +139,8 @@ LLMFT: list[Case] = [
     (f"{ARGS}.max_norm", 0, {}, {"optimizer.clip_norm": None}),
     (f"{ARGS}.gradient_clipping", False, {}, {"optimizer.clip_norm": None}),
     (f"{ARGS}.gradient_clipping", True, {}, NoEffect("max_norm says")),
-    (f"{ARGS}.l2", 0, {}, NoEffect("weight_decay says it")),
+    (f"{ARGS}.l2", 0, {f"{ARGS}.weight_decay": 0.1}, NoEffect("weight_decay says it")),
+    (f"{ARGS}.l2", 0, {}, {"optimizer.weight_decay": 0}),
     (f"{ARGS}.weight_decay", 0, {f"{ARGS}.l2": 0.1}, NoEffect("training_args.l2 says it")),
     (f"{FSDP}.activation_checkpointing", True, {}, {"memory.activation_checkpointing": "full"}),
     (f"{FSDP}.activation_checkpointing", False, {}, NoEffect("gradient_checkpointing says it")),

@@ -16,10 +16,20 @@ from shardwise.errors import ConfigError, LegalityError, OutputError
 from shardwise.job.launch_section import LaunchSection
 from shardwise.job.sources import load_job
 from shardwise.launch.launcher import TARGETS, find_target, launch, plan_for_target
-from shardwise.launch.targets.kubernetes import volumes_of
+from shardwise.launch.targets.kubernetes import environment_of, volumes_of
 from shardwise.launch.targets.target import EVERYWHERE, manifest_text
 from tests.launch.targets import fields
-from tests.launch.targets.jobs_for_launch import CASES, GOLDEN, JOB, ON_KUBERNETES, SETTINGS, files_of, job_for, plan_of
+from tests.launch.targets.jobs_for_launch import (
+    CASES,
+    GOLDEN,
+    JOB,
+    ON_KUBERNETES,
+    PLACE,
+    SETTINGS,
+    files_of,
+    job_for,
+    plan_of,
+)
 
 TABLES = {
     "trainjob": fields.TRAIN_JOB,
@@ -198,6 +208,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
         "'fs-1' is no file system",
     ),
     "half a network": ("sagemaker", {"subnets": None}, "go together"),
+    "a mount of another target": (
+        "slurm",
+        {"image": "x", "mounts": {"/a": "pvc:b"}},
+        r"launch\.mounts\./a='pvc:b': .*; give both from /",
+    ),
     "mounts without a container": ("slurm", {"mounts": {"/a": "/b"}}, "without a container"),
     "no hosts": ("ssh", {"hosts": None}, "launch.hosts is not set"),
     "an option as a host": ("ssh", {"hosts": ["-oProxyCommand=x", "b"]}, "is no name of a host"),
@@ -264,6 +279,23 @@ def test_text_that_kubectl_would_misread_is_quoted() -> None:
     text = manifest_text({"y": "y", "count": "1e3", "mode": "0o17", "plain": "yes sir", "size": "2Gi", "name": "llama"})
     for line in ("'y': 'y'", "count: '1e3'", "mode: '0o17'", "plain: yes sir", "size: 2Gi", "name: llama"):
         assert line in text.splitlines(), line
+
+
+@pytest.mark.parametrize("target", ["trainjob", "pytorchjob", "jobset", "hyperpod"])
+def test_kubernetes_puts_no_other_values_into_variables(target: str) -> None:
+    """It would read `$(A)` as the value of A, and `$$` as one dollar."""
+    plan = plan_for_target(job_for(target, environment={"B": "a$$b$(A)$c"}, time_limit=None), target)
+    assert {"name": "B", "value": "a$$$$b$$(A)$$c"} in environment_of(plan)
+
+
+def test_slurm_signals_ahead_of_the_partitions_own_limit_where_it_is_asked_to() -> None:
+    def signals(**changes: Any) -> list[str]:
+        plan = plan_for_target(job_for("slurm", time_limit=None, **changes), "slurm")
+        script = find_target("slurm").files(plan, PLACE)["job.sbatch"]
+        return re.findall("^#SBATCH --(?:time|signal).*", script, re.MULTILINE)
+
+    assert signals() == []
+    assert signals(stop_seconds=600) == ["#SBATCH --signal=B:USR1@600"]
 
 
 @pytest.mark.parametrize(("asked", "limit"), [(0.5, "512Mi"), (1.9, "1946Mi"), (3, "3Gi")])

@@ -114,7 +114,9 @@ def _clipping(value: bool, values: Values) -> Mapped:
 
 
 def _decay(value: float, values: Values) -> Mapped:
-    return {"optimizer.weight_decay": value} if value else NoEffect("weight_decay says it")
+    if not value and f"{ARGS}.weight_decay" in values:
+        return NoEffect("weight_decay says it")
+    return {"optimizer.weight_decay": value}
 
 
 def _weight_decay(value: float, values: Values) -> Mapped:
@@ -455,7 +457,7 @@ LLMFT_KEYS = (
     RecipeKey(f"{PEFT}.target_modules", ANY, MAPPED, _targets, "adapter.target_modules"),
     RecipeKey(f"{PEFT}.exclude_modules", list, "the pattern of all other linear layers", _excluded,
               "adapter.target_modules"),
-    without_effect(f"{PEFT}.target_parameters", list, "adapters are of linear layers: stacks of experts stay frozen"),
+    renamed(f"{PEFT}.target_parameters", list, "adapter.target_parameters", "stacks of experts"),
     only(f"{PEFT}.bias", "none", "biases stay frozen", "use none"),
     only(f"{PEFT}.task_type", "CAUSAL_LM", "next tokens are learned", "use CAUSAL_LM"),
     RecipeKey(f"{PEFT}.use_dora", bool, "rows of the sum have a trained length",

@@ -339,9 +339,16 @@ def _of_pairs(key: str) -> Any:
     def maps(value: float, values: Values) -> Mapped:
         if not values.get("model.dpo.enabled"):
             return NoEffect("model.dpo.enabled is off")
-        return {key: value} if value else NoEffect("labels are taken as they are")
+        return {key: value}
 
     return maps
+
+
+def _smoothing(value: float, values: Values) -> Mapped:
+    if not value and values.get("model.dpo.enabled"):
+        return NoEffect("labels are taken as they are")
+    mapped: Mapped = _of_pairs("training.dpo.label_smoothing")(value, values)
+    return mapped
 
 
 def _flag(reason: str, way_out: str) -> Any:
@@ -509,7 +516,6 @@ SMP_KEYS = (
     without_effect("model.gpu_affinity.*", ANY, "each rank has a GPU of its own; numactl binds processors"),
     RecipeKey("model.dpo.enabled", bool, "rows of prompt, chosen and rejected, as text", _pairs, "training.objective"),
     RecipeKey("model.dpo.beta", float, MAPPED, _of_pairs("training.dpo.beta"), "training.dpo.beta"),
-    RecipeKey("model.dpo.label_smoothing", float, MAPPED, _of_pairs("training.dpo.label_smoothing"),
-              "training.dpo.label_smoothing"),
+    RecipeKey("model.dpo.label_smoothing", float, MAPPED, _smoothing, "training.dpo.label_smoothing"),
 )
 # fmt: on

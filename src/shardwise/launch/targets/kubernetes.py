@@ -213,8 +213,12 @@ def resources_of(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def environment_of(plan: LaunchPlan) -> list[dict[str, Any]]:
-    """Return the variables of a container, secrets by reference."""
-    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in plan.environment.items()]
+    """Return the variables of a container, secrets by reference.
+
+    Kubernetes reads `$(NAME)` in a value as a variable, and `$$` as one dollar.
+    """
+    literal = {name: value.replace("$", "$$") for name, value in plan.environment.items()}
+    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in literal.items()]
     for name, reference in plan.settings.secrets.items():
         secret, _, key = reference.partition("/")
         variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})

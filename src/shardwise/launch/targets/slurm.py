@@ -40,6 +40,12 @@ class SlurmTarget(LaunchTarget):
             raise ConfigError(
                 "launch.mounts does nothing without a container under Slurm; give launch.image, or leave it out"
             )
+        for path, source in plan.settings.mounts.items():
+            if not all(place.startswith("/") and not re.search(r"[:,]", place) for place in (path, source)):
+                raise ConfigError(
+                    f"launch.mounts.{path}={source!r}: Slurm's containers mount directories of the nodes; give both "
+                    "from /, without ':' and ','"
+                )
         for key in ("queue", "priority", "account"):
             _check_word(f"launch.{key}", getattr(plan.settings, key) or "")
         return super().finish(plan)
@@ -54,7 +60,9 @@ class SlurmTarget(LaunchTarget):
             yield DerivedValue("--partition", settings.queue, "launch.queue")
         if plan.time_limit is not None:
             yield DerivedValue("--time", _clock(plan.time_limit), f"launch.time_limit {settings.time_limit}")
-            yield DerivedValue("--signal", f"B:USR1@{settings.stop_seconds}", "launch.stop_seconds before the limit")
+        if _is_signalled(plan):
+            rule = "launch.stop_seconds before the limit" + ("" if plan.time_limit else ", which is the partition's")
+            yield DerivedValue("--signal", f"B:USR1@{settings.stop_seconds}", rule)
         codes = ", ".join(str(code) for code in (KILLED, TOO_EARLY, *RESTARTED))
         rule = f"parallel.max_restarts; after codes {codes} and a dead node"
         yield DerivedValue("requeue", f"{plan.max_restarts} times" if plan.max_restarts else "never", rule)
@@ -164,10 +172,16 @@ def _flags(plan: LaunchPlan, directory: Path) -> Iterator[str]:
             yield f"{flag}={value}"
     if plan.time_limit is not None:
         yield f"time={_clock(plan.time_limit)}"
+    if _is_signalled(plan):
         yield f"signal=B:USR1@{settings.stop_seconds}"
     yield f"output={directory / plan.name}-%j.out"
     yield "open-mode=append"
     yield "requeue" if plan.max_restarts else "no-requeue"
+
+
+def _is_signalled(plan: LaunchPlan) -> bool:
+    """True where the job is signalled ahead of a limit: its own, or, where `stop_seconds` is given, the partition's."""
+    return plan.time_limit is not None or "stop_seconds" in plan.settings.model_fields_set
 
 
 def _container_flags(plan: LaunchPlan, directory: Path) -> Iterator[str]:

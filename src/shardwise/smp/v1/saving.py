@@ -169,6 +169,8 @@ def resume_from_checkpoint(
         _load_parts(folder, strict, load_optimizer and (load_sharded_optimizer_state or not is_sharded))
         file = folder / f"{USER}.pt"
     else:
+        if tag.endswith(SUFFIX) and (directory / tag).is_dir():
+            raise CheckpointError(f"{directory / tag} is a partial checkpoint; pass partial=True, or a full one's tag")
         tied_once = load_safetensors(directory, tag)
         whole: Any = tied_once or read_safely(directory / tag)
         weights = whole.get("model", whole) if isinstance(whole, Mapping) else whole

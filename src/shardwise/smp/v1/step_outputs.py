@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.smp.exceptions import SMPValidationError
+from shardwise.smp.exceptions import SMPValidationError, StepUsageError
 from shardwise.smp.nesting import map_leaves, mapping_like, tree_leaves
 
 
@@ -88,8 +88,18 @@ class StepOutput:
 
 
 def collect_outputs(results: Sequence[Any], detach: bool) -> Any:
-    """Return a step's outputs from its body's results: tensors as StepOutputs, other values as lists."""
+    """Return a step's outputs from its body's results: tensors as StepOutputs, other values as lists.
+
+    Raises:
+        StepUsageError: the results of the microbatches have different parts.
+    """
     first = results[0]
+    for index, other in enumerate(results):
+        if _parts(other) != _parts(first):
+            raise StepUsageError(
+                f"the step returns {_parts(first)} for microbatch 0 and {_parts(other)} for microbatch {index}; return "
+                "the same parts for each"
+            )
     if isinstance(first, Tensor):
         return StepOutput([result.detach() if detach else result for result in results])
     if isinstance(first, Mapping):
@@ -98,3 +108,12 @@ def collect_outputs(results: Sequence[Any], detach: bool) -> Any:
         parts = [collect_outputs(items, detach) for items in zip(*results, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return None if all(result is None for result in results) else list(results)
+
+
+def _parts(result: Any) -> str:
+    """Say what a result consists of, where its parts are put together one by one; "a value" of any other."""
+    if isinstance(result, Tensor):
+        return "a tensor"
+    if isinstance(result, Mapping):
+        return f"a mapping of {sorted(map(str, result))}"
+    return f"{len(result)} values" if isinstance(result, (list, tuple)) else "a value"

@@ -157,11 +157,10 @@ class StepRunner:
         Inside of a step the loss is noted for the schedule.
 
         Raises:
-            StepUsageError: outside of a step, where there are stages.
+            StepUsageError: outside of a step, where there are stages; or a tensor has no gradient of its shape, and is
+                no scalar.
         """
-        several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        gradients = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(several))
-        total = torch.stack([t.sum() if g is None else (t * g).sum() for t, g in zip(several, gradients)]).sum()
+        total = _total(tensors, grad_tensors)
         if self._run is not None:
             self._run.note_loss(total * self._seed(len(self._run.calls)))
             return
@@ -264,3 +263,25 @@ class StepRunner:
             optimizer.settle()
         elif optimizer is not None:
             optimizer.show_gradients()
+
+
+def _total(tensors: Tensor | Sequence[Tensor], grad_tensors: Any) -> Tensor:
+    """Return the scalar whose backward is that of `tensors` with these gradients, as torch's own takes them."""
+    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    gradients = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(several))
+    if len(gradients) != len(several):
+        raise StepUsageError(
+            f"model.backward got {len(several)} tensors and {len(gradients)} grad_tensors; give one, or None, for each"
+        )
+    for number, (tensor, gradient) in enumerate(zip(several, gradients)):
+        if gradient is None and tensor.numel() != 1:
+            raise StepUsageError(
+                f"model.backward: tensor {number} of shape {list(tensor.shape)} is no scalar; take its mean() or sum() "
+                "or give grad_tensors"
+            )
+        if gradient is not None and gradient.shape != tensor.shape:
+            raise StepUsageError(
+                f"model.backward: grad_tensors[{number}] has the shape {list(gradient.shape)}, and its tensor "
+                f"{list(tensor.shape)}; give one of the tensor's shape"
+            )
+    return torch.stack([t.sum() if g is None else (t * g).sum() for t, g in zip(several, gradients)]).sum()

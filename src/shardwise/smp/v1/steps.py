@@ -22,6 +22,7 @@ from shardwise.smp.v1.model import DistributedModel
 from shardwise.smp.v1.session import SmpSessionV1, state
 from shardwise.smp.v1.step_outputs import collect_outputs, is_split, microbatch_of
 from shardwise.smp.v1.step_run import CallArguments, StepRun
+from shardwise.words import nearest
 
 ArgumentKey = str | int  # keyword or position
 
@@ -54,13 +55,15 @@ def step(
 
     Raises:
         NotInitializedError: a call came before `smp.init()`.
-        SMPValidationError: a batch does not divide by the microbatches.
+        SMPValidationError: a batch does not divide by the microbatches, or the body has no argument of a given name.
         StepUsageError: the body calls the model twice, or not at all, where there are stages, or these call different
             steps; or `loss.backward()`.
     """
     settings = StepSettings(tuple(non_split_inputs or ()), dict(input_split_axes or {}), detach_outputs)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        _check_names(body, settings)
+
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> Any:
             return _run_step(body, settings, _without_instance(body, args, kwargs), kwargs)
@@ -68,6 +71,21 @@ def step(
         return run
 
     return decorate if function is None else decorate(function)
+
+
+def _check_names(body: Callable[..., Any], settings: StepSettings) -> None:
+    """Refuse names of arguments that the body does not take: theirs would be cut like all others."""
+    parameters = inspect.signature(body).parameters.values()
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    given = [("non_split_inputs", name) for name in settings.non_split_inputs]
+    for key, name in (*given, *(("input_split_axes", name) for name in settings.input_split_axes)):
+        if name not in known:
+            raise SMPValidationError(
+                f"{key}: {name!r} is no argument of the step {body.__name__!r}, which takes {', '.join(known)}."
+                f"{nearest(name, known)}"
+            )
 
 
 def _without_instance(body: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
