@@ -140,6 +140,8 @@ LLMFT: list[Case] = [
     (f"{ARGS}.gradient_clipping", False, {}, {"optimizer.clip_norm": None}),
     (f"{ARGS}.gradient_clipping", True, {}, NoEffect("max_norm says")),
     (f"{ARGS}.l2", 0, {f"{ARGS}.weight_decay": 0.1}, NoEffect("weight_decay says it")),
+    (f"{PEFT}.target_parameters", ["e"], {"run.name": "qwen3-30b-a3b"}, {"adapter.target_parameters": ["e"]}),
+    (f"{PEFT}.target_parameters", ["e"], {"run.name": "openai-gpt-oss-20b"}, NoEffect("they stay frozen")),
     (f"{ARGS}.l2", 0, {}, {"optimizer.weight_decay": 0}),
     (f"{ARGS}.weight_decay", 0, {f"{ARGS}.l2": 0.1}, NoEffect("training_args.l2 says it")),
     (f"{FSDP}.activation_checkpointing", True, {}, {"memory.activation_checkpointing": "full"}),

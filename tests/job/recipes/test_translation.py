@@ -162,11 +162,6 @@ def test_what_a_job_cannot_hold_is_refused_by_name(name: str, override: str, key
         (SFT, f"{ARGS}.l2=0.1", {"optimizer.weight_decay": 0.1}),
         (SFT, "training_config.datasets.train_data.limit=100", {"data.max_documents": 100}),
         (ADAPTED, "training_config.model_config.peft_config.use_dora=true", {"adapter.kind": "dora"}),
-        (
-            ADAPTED,
-            "training_config.model_config.peft_config.target_parameters=[mlp.experts.gate_up_proj]",
-            {"adapter.target_parameters": ["mlp.experts.gate_up_proj"]},
-        ),
     ],
 )
 def test_overrides_act(name: str, override: str, changed: dict[str, Any]) -> None:

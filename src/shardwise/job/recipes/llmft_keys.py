@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from shardwise.job.public_models import find_mentioned
 from shardwise.job.recipes.recipe_key import (
     ANY,
     MAPPED,
@@ -273,6 +274,13 @@ def _targets(value: Any, values: Values) -> Mapped:
     return {"adapter.target_modules": value}
 
 
+def _stacks(value: list[str], values: Values) -> Mapped:
+    model = find_mentioned(str(values.get(f"{MODEL}.model_name_or_path") or values.get("run.name")))
+    if model is not None and model.config["model_type"] == "gpt_oss":
+        return NoEffect("the stacks of gpt-oss are [experts, inputs, outputs], and have no adapters: they stay frozen")
+    return {"adapter.target_parameters": value}
+
+
 def _excluded(value: list[str], values: Values) -> Mapped:
     """Return the pattern of the names of all linear layers but `value`, by names or ends of names as in peft."""
     names = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in value)
@@ -457,7 +465,8 @@ LLMFT_KEYS = (
     RecipeKey(f"{PEFT}.target_modules", ANY, MAPPED, _targets, "adapter.target_modules"),
     RecipeKey(f"{PEFT}.exclude_modules", list, "the pattern of all other linear layers", _excluded,
               "adapter.target_modules"),
-    renamed(f"{PEFT}.target_parameters", list, "adapter.target_parameters", "stacks of experts"),
+    RecipeKey(f"{PEFT}.target_parameters", list, "stacks of experts; those of gpt-oss stay frozen", _stacks,
+              "adapter.target_parameters"),
     only(f"{PEFT}.bias", "none", "biases stay frozen", "use none"),
     only(f"{PEFT}.task_type", "CAUSAL_LM", "next tokens are learned", "use CAUSAL_LM"),
     RecipeKey(f"{PEFT}.use_dora", bool, "rows of the sum have a trained length",
