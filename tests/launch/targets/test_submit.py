@@ -171,13 +171,15 @@ def test_ssh_starts_hosts_in_order_and_stops_them_where_one_fails(
     assert read_record(tmp_path / "third-out").state == "written"
 
 
-def run_script(clients: FakeClients, tmp_path: Path, step: str, restarts: str = "0") -> tuple[int, list[str]]:
+def run_script(
+    clients: FakeClients, tmp_path: Path, step: str, restarts: str = "0", told: str = ""
+) -> tuple[int, list[str]]:
     """Run the batch script with a step of its own, as Slurm would; return its code and what it asked for."""
     out = tmp_path / f"out{restarts}{len(step)}"
     launch(job_for("slurm", setup=None, secrets=None), "slurm", out)
     clients.add("srun", step)
     clients.add("scontrol")
-    clients.add("scancel", f'kill -USR1 "$(cat {tmp_path}/step)"')
+    clients.add("scancel", told or f'kill -USR1 "$(cat {tmp_path}/step)"')
     variables = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts, "SLURM_CPUS_ON_NODE": "4"}
     ended = subprocess.run(["bash", str(out / "job.sbatch")], env=variables, timeout=60, check=False)
     return ended.returncode, [call for call in clients.calls() if not call.startswith("srun")]
@@ -202,6 +204,16 @@ def test_a_batch_script_passes_slurms_signal_to_the_step(clients: FakeClients, t
     )
     ended, calls = run_script(clients, tmp_path, step)
     assert (ended, calls) == (143, ["scancel --signal=USR1 7", "scontrol requeue 7"])
+
+
+def test_a_step_that_ends_while_it_is_told_keeps_its_code(clients: FakeClients, tmp_path: Path) -> None:
+    """It was taken for one that the signal has killed, and put back into the queue."""
+    step = (
+        f'echo $BASHPID > {tmp_path}/step; trap "exit 0" USR1; kill -USR1 $PPID; '
+        "for _ in {1..400}; do sleep 0.05; done; exit 9"
+    )
+    told = f"kill -USR1 $(cat {tmp_path}/step); while kill -0 $(cat {tmp_path}/step); do sleep 0.05; done"
+    assert run_script(clients, tmp_path, step, told=told) == (0, ["scancel --signal=USR1 7"])
 
 
 def test_directories_that_hold_no_launch_are_named(tmp_path: Path) -> None:

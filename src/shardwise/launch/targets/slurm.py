@@ -132,20 +132,21 @@ set -uo pipefail
 {script_exports(plan)}
 export {RANKS}={plan.ranks_of_node}
 {port}{setup}
-step= early=
+step= told=
 stop() {{  # tell the step's ranks, which save their state
-  if [[ -n $step ]]; then scancel --signal=USR1 "$SLURM_JOB_ID"; else early=yes; fi
+  told=yes
+  [[ -z $step ]] || scancel --signal=USR1 "$SLURM_JOB_ID"
 }}
 trap stop USR1
 
 # A step does not inherit the processors of its job.
 srun --cpus-per-task="$SLURM_CPUS_ON_NODE" {shlex.join(words)} &
 step=$!
-[[ -z $early ]] || stop
+[[ -z $told ]] || stop
 code=0
 wait "$step" || code=$?
-while kill -0 "$step" 2>/dev/null; do  # the trap ended `wait`, not the step
-  code=0
+while [[ -n $told ]]; do  # the trap may have ended `wait`
+  told= code=0
   wait "$step" || code=$?
 done
 
