@@ -95,8 +95,8 @@ ENVIRONMENT_VARIABLES = {
     "SHARDWISE_DEBUG": "1 shows the output of every local worker, not of rank 0 alone",
     "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "torchrun's; where RANK is set this "
     "process joins as that rank, before any other launcher is looked for",
-    "TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT": "torchrun's, and Slurm's of a requeued job; above 0 the "
-    "ranks were started again, and the run goes on from its newest complete checkpoint",
+    "TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT, SHARDWISE_RESTART_COUNT": "torchrun's, Slurm's of a requeued "
+    "job, a launch's with a named checkpoint.resume; above 0 the run goes on from its newest complete checkpoint",
     "PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT": "torchrun's options as "
     "TrainJob, PyTorchJob and JobSet give them to a pod; without LOCAL_RANK this process starts the ranks of its host. "
     "PET_NNODES=2:4: hosts may come and go, as long as there are two",

@@ -124,7 +124,7 @@ def plan_launch(job: Job, where: Cluster, default_name: str) -> LaunchPlan:
     settings = job.launch
     _check_numbers_of_nodes(settings, where)
     resources = _resources(settings, where)
-    environment = {**_own_environment(where, settings), **settings.environment}
+    environment = {**_own_environment(where, job), **settings.environment}
     limit = None if settings.time_limit is None else seconds_of(settings.time_limit)
     plan = LaunchPlan(
         job=job_for_nodes(_with_fixed_batch(job, where), where),
@@ -272,8 +272,10 @@ def _resources(settings: LaunchSection, where: Cluster) -> NodeResources:
     )
 
 
-def _own_environment(where: Cluster, settings: LaunchSection) -> dict[str, str]:
+def _own_environment(where: Cluster, job: Job) -> dict[str, str]:
     variables = {"PYTHONUNBUFFERED": "1"}
+    if job.checkpoint.resume not in ("none", "auto"):  # a start after a fault would refuse the run's own checkpoints
+        variables["SHARDWISE_RESTART_COUNT"] = "1"
     if where.efa and where.nodes > 1:
         variables |= {"FI_PROVIDER": "efa"}
     return variables
@@ -315,4 +317,5 @@ ENVIRONMENT_RULES = {
     "PYTHONUNBUFFERED": "lines appear when they are printed",
     "FI_PROVIDER": "several nodes with EFA",
     "MASTER_PORT": "launch.port",
+    "SHARDWISE_RESTART_COUNT": "a checkpoint of the run's own comes before that of checkpoint.resume",
 }

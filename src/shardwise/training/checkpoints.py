@@ -22,7 +22,8 @@ from shardwise.job.schema import Job
 from shardwise.training.setup import AssembledJob
 
 ENDED = CollectiveName("the end of a step", "world", "barrier")
-RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+# The last is a launch's: of its starts nobody says which is the first.
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SHARDWISE_RESTART_COUNT")
 
 
 def after_restart(job: Job) -> Job:

@@ -18,6 +18,8 @@ from shardwise.job.sources import load_job
 from shardwise.launch.launcher import TARGETS, find_target, launch, plan_for_target
 from shardwise.launch.targets.kubernetes import environment_of, volumes_of
 from shardwise.launch.targets.target import EVERYWHERE, manifest_text
+from shardwise.training import checkpoints
+from shardwise.training.checkpoints import after_restart
 from tests.launch.targets import fields
 from tests.launch.targets.jobs_for_launch import (
     CASES,
@@ -286,6 +288,22 @@ def test_kubernetes_puts_no_other_values_into_variables(target: str) -> None:
     """It would read `$(A)` as the value of A, and `$$` as one dollar."""
     plan = plan_for_target(job_for(target, environment={"B": "a$$b$(A)$c"}, time_limit=None), target)
     assert {"name": "B", "value": "a$$$$b$$(A)$$c"} in environment_of(plan)
+
+
+@pytest.mark.parametrize("resume", [None, "none", "/data/runs/other/checkpoints/step-8"])
+def test_a_start_after_a_fault_goes_on_from_the_runs_own_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, resume: str | None
+) -> None:
+    """Kubernetes starts a pod again by the same manifest, which names another run's checkpoint."""
+    checkpoint = {"every": 100} | ({} if resume is None else {"resume": resume})
+    job = load_job({**JOB, "checkpoint": checkpoint, "launch": ON_KUBERNETES}, environ={})
+    plan = plan_for_target(job, "jobset")
+    for name, value in plan.environment.items():
+        monkeypatch.setenv(name, value)
+    assert plan.job.checkpoint.resume == (resume or "auto")
+    assert after_restart(plan.job) == plan.job  # it has none of its own yet
+    monkeypatch.setattr(checkpoints, "complete", lambda store: iter([("step-16", None)]))
+    assert after_restart(plan.job).checkpoint.resume == ("none" if resume == "none" else "auto")
 
 
 def test_slurm_signals_ahead_of_the_partitions_own_limit_where_it_is_asked_to() -> None:
