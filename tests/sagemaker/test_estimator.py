@@ -138,6 +138,7 @@ def test_what_a_constructor_refuses(script: str, arguments: dict[str, Any], mess
     [
         ({"role": None}, None, "role is not given"),
         ({"image_uri": None}, None, "image_uri is not given; Amazon's images do not hold shardwise"),
+        ({"hyperparameters": {"data": Path("x")}}, None, "hyperparameter data: Object of type PosixPath"),
         ({"distribution": {"horovod": {}}}, None, "distribution: unknown key 'horovod'"),
         ({"distribution": {"mpi": {"enabled": "yes"}}}, None, "mpi.enabled='yes': must be True or False"),
         ({"distribution": {"smdistributed": {}}}, None, "give one of modelparallel and dataparallel"),

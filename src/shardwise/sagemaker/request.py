@@ -112,8 +112,21 @@ def training_request(job: TrainingJob) -> dict[str, Any]:
 
 
 def encoded_hyperparameters(job: TrainingJob) -> dict[str, str]:
-    """Return the hyperparameters as text: JSON, so that a string has its quotes, as the estimators of the SDK do."""
-    return {name: json.dumps(value) for name, value in job.hyperparameters.items()} | dict(job.encoded)
+    """Return the hyperparameters as text: JSON, so that a string has its quotes, as the estimators of the SDK do.
+
+    Raises:
+        ConfigError: JSON has no such value.
+    """
+    return {name: _json_of(name, value) for name, value in job.hyperparameters.items()} | dict(job.encoded)
+
+
+def _json_of(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"hyperparameter {name}: {error}; give text, a number, a bool, or a list or mapping of these"
+        ) from None
 
 
 def _algorithm(job: TrainingJob) -> dict[str, Any]:
