@@ -205,10 +205,14 @@ def perturbed(job: Job) -> tuple[bool, bool]:
     """Change a row on both ranks: do losses or gradients of other rows differ, and does its own loss?"""
     run = set_up(job, torch.device("cpu"))
     sequences = run.data.train
-    whole = sequences.batch(range(len(sequences)), range(len(sequences)), 0).document_ids
-    assert whole is not None
+    every = sequences.batch(range(len(sequences)), range(len(sequences)), 0)
+    whole, labels = every.document_ids, every.labels
+    assert whole is not None and labels is not None
     is_cut = (whole[:, CUT - 1] == whole[:, CUT]) & (whole[:, CUT] > 0) & (whole[:, CUT] < whole.amax(1) - 1)
-    index = int(is_cut.nonzero()[0])  # rows are before and behind the one that is cut
+    of_others = (labels != IGNORED) & (whole != whole[:, CUT : CUT + 1])
+    first, second = of_others.roll(CUT, 1).split([2 * CUT, LENGTH - 2 * CUT], 1)
+    # Rows are before and behind the one that is cut, and others than it have labels on both ranks.
+    index = int((is_cut & first.any(1) & second.any(1)).nonzero()[0])
     batch, documents = sequences.batch([index], [0], 0), whole[[index]]
     changed = documents == documents[0, CUT]
     ids = torch.where(changed, (batch.inputs["input_ids"] + 1) % 257, batch.inputs["input_ids"])
