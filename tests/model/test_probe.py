@@ -12,8 +12,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.model.build import build_model, parameters_on_meta
 from shardwise.model.discover import find_block_lists
-from shardwise.model.probe import ForwardProbe, probe_forward, unfit_dtypes
+from shardwise.model.probe import ForwardProbe, parameters_without_gradient, probe_forward, unfit_dtypes
 from shardwise.testing.widening import WithoutNarrowing, needs_fp32_weights
+from tests.habits import keeping
+from tests.habits.building import POSITIONS, WIDTH
 from tests.model import toys
 
 HEADS = {"bert": "cls.predictions.decoder", "roberta": "lm_head.decoder", "gemma2": None}  # gemma2: soft cap after it
@@ -232,3 +234,11 @@ def test_a_forward_that_needs_weights_in_fp32_is_found() -> None:
     assert [needs_fp32_weights(Fp32Router(casts).double()) for casts in (True, False)] == [False, True]
     with WithoutNarrowing():
         assert Fp32Router(casts=False).double()(torch.zeros(1, 2, dtype=torch.long)).dtype == torch.float64
+
+
+def test_caches_of_the_users_files_hold_nothing_of_a_search_for_gradients() -> None:
+    keeping.CACHE.clear()
+    with parameters_on_meta():
+        model = keeping.CachesInGlobals()
+    assert not parameters_without_gradient(model, {"x": torch.empty(2, POSITIONS, WIDTH, device="meta")})
+    assert not keeping.CACHE

@@ -314,7 +314,8 @@ def parameters_without_gradient(model: nn.Module, inputs: Mapping[str, Any]) -> 
 
     recorded.register_forward_pre_hook(begin)
     recorded.register_forward_hook(end)
-    try_devices(lambda device, dtype: run_on_fakes(recorded, inputs, device, dtype))
+    with user_state_kept(model):
+        try_devices(lambda device, dtype: run_on_fakes(recorded, inputs, device, dtype))
     return frozenset(missed)
 
 
