@@ -171,7 +171,7 @@ class Oracle:
         if self.compute != self.master:
             self.parameters = {name: nn.Parameter(p.detach().clone()) for name, p in live.items()}
             for parameter in live.values():
-                _narrow(parameter, self.compute)
+                _convert(parameter, self.compute)
         self.live = live
         self.reference = self._reference() if self.job.reads_pairs else None
         self.weights = {}
@@ -224,7 +224,7 @@ class Oracle:
         model = _wide(_build(self.job, self.eager), self.master)
         for name, parameter in model.named_parameters():
             parameter.copy_(self.weights[name]).requires_grad_(False)
-            _narrow(parameter, self.compute)
+            _convert(parameter, self.compute)
         return model.eval()
 
     def models(self) -> list[nn.Module]:
@@ -667,13 +667,15 @@ def _whole_alibi(model: nn.Module) -> Iterator[None]:
 
 def _wide(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert `model` to the real `dtype`, but for what is complex, of which that would leave the real parts."""
-    return model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    for tensor in (*model.parameters(), *model.buffers()):
+        _convert(tensor, dtype)
+    return model
 
 
-def _narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let a real parameter have the values of a smaller `dtype`."""
-    if parameter.is_floating_point():
-        parameter.data = parameter.data.to(dtype)
+def _convert(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Let a real parameter or buffer have its values in `dtype`."""
+    if tensor.is_floating_point():
+        tensor.data = tensor.data.to(dtype)
 
 
 def _build(job: Job, eager: bool) -> nn.Module:
