@@ -117,6 +117,12 @@ def test_a_batch_moves_whole() -> None:
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
+def test_the_first_row_of_a_batch_on_a_device_is_known_on_the_host() -> None:
+    """Wherever it is brought to once more, as a step does with what a loader has brought already."""
+    batch = Stream(Numbers(5), 0, 3, 2, 2, 1, 0).batches(0)[1]
+    assert batch.to("meta").to("meta").first_row == int(batch.rows[0])
+
+
 def test_a_run_of_epochs_reads_each_sample_as_often_and_ends_within_a_step() -> None:
     """Two epochs of 13 samples in steps of 8: 8, 8, 8 and 2, whose other rows are padding."""
     states = [ConsumedSamples(Stream(Numbers(13), 7, 8, 2, 2, 2, rank, total=26)) for rank in range(2)]

@@ -85,6 +85,7 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
         batch = self.mapped(partial(moved, device=device))
+        batch.first_row = self.first_row
         if len(self.rows) and self.rows.is_cpu and not batch.rows.is_cpu:  # a host would wait for it there
             batch.first_row = int(self.rows[0])
         return batch
