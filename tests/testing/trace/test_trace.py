@@ -295,6 +295,7 @@ def test_the_command_prints_both_numbers(tmp_path: Any, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "4 of 8 ranks traced" in printed and "of all 8 ranks meet" in printed
     assert "A step takes" in printed and "on the host is not the limit" in printed
+    assert "waits for a value once in the traced step: training/step.py" in " ".join(printed.split())
     events = json.loads(timeline.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"host", "computation"}

@@ -89,8 +89,10 @@ def _time(trace: JobTrace, time: StepTime) -> Table:
 def _host_notes(trace: JobTrace, time: StepTime) -> Iterator[str]:
     host = time.hosts[time.slowest]
     reads = ", ".join(f"{line} ({count})" for line, count in host.reads.most_common())
-    times = f"{host.reads.total()} times in the traced step: {reads}" if reads else "never in the traced step"
-    yield f"The host of rank {time.slowest} waits for a value {times}."
+    number = host.reads.total()
+    often = {0: "never", 1: "once"}.get(number, f"{number} times")
+    where_read = f": {reads}" if reads else ""
+    yield f"The host of rank {time.slowest} waits for a value {often} in the traced step{where_read}."
     least, own = host.smallest_microbatch, trace.plan.microbatch
     if least > own:
         yield f"The host is the limit: it launches for {host.share:.1f} times as long as the accelerator works."
