@@ -7,17 +7,15 @@ their forward and of their backward, at most two at a time, and scattered behind
 
 - A ring's host sends a part of the tensor to the next one, and passes on what comes while it is still coming, once the
   first slices are there. Parts of all collectives wait in line for the host's port. A part goes through all ranks of a
-  host, a hop each. On p5's measured all-gathers (fabric_bandwidth.csv) such rings are 14 % off (root mean square), the
-  closed form's 21 %.
+  host, a hop each, from one to the next at the rate of their links. On p5's measured all-gathers
+  (fabric_bandwidth.csv) such rings are 14 % off (root mean square), the closed form's 21 %.
 - Direct gathering (SMDDP) sends a host's part to all its peers, which wait in line at the receiver too.
 - A collective holds multiprocessors of its accelerators, also while it waits, and kernels are slower by as many. SMDDP
-  says under 9 for its own and up to 24 for NCCL ("SMDDP AllGather" in SageMaker's guide). Rings beside kernels take
-  longer than alone. NCCL's 16 and 1.8 times are what fits 26 measured steps best (`benchmarks.scaling --rows`;
-  fms_fsdp, and rows 10 and 13 of megatron_sc21, `test` rows too, since no constant of the planner comes of it): 5 %
-  root mean square, as the closed form. At 24, or with traffic as quick as alone, steps with much traffic are worse;
-  with both, 25 to 31 % too fast. Rows 11, 12 and 14 of that table, on which the two were not fitted, come out 2 and 6 %
-  too fast and 30 % too slow (closed form: 7 and 12 % too fast, 4 % too slow). So traffic that takes several times as
-  long as kernels is not understood.
+  says under 9 for its own and up to 24 for NCCL ("SMDDP AllGather" in SageMaker's guide). Parts of rings that the port
+  begins with while a kernel runs take longer than alone. NCCL's 16 and 1.8 times are what fits 30 measured steps best
+  (`benchmarks.scaling --rows`; fms_fsdp and ZeRO-3 of megatron_sc21, `test` rows too, since no constant of the planner
+  comes of it): 6.1 % root mean square, the closed form 5.2. With 24 or with 2.0 times steps with much traffic are too
+  slow (7.9 and 6.4 %).
 - Accelerators of one kind differ by 8 % between slowest and fastest, outliers left out (arXiv 2208.11035). Taken as the
   5.4 standard deviations between the whiskers of a normal distribution, one is 1.5 %. A host is as slow as its slowest
   accelerator.
@@ -31,6 +29,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -117,13 +116,19 @@ class Port:
     """A link that carries one thing at a time, in the order in which they come."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._free = clock, 0.0
+        self._clock, self._busy = clock, False
+        self._waiting: deque[Callable[[], float]] = deque()
 
-    def reserve(self, seconds: float) -> float:
-        """Return when it begins to carry what takes so long."""
-        begin = max(self._clock.now, self._free)
-        self._free = begin + seconds
-        return begin
+    def carry(self, begin: Callable[[], float]) -> None:
+        """Call `begin` once the link is free; it returns the seconds for which the link is taken."""
+        self._waiting.append(begin)
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._waiting:
+            self._clock.at(self._clock.now + self._waiting.popleft()(), self._next)
 
 
 class Processor:
@@ -201,15 +206,18 @@ class Ring:
 
     def _send(self, place: int) -> None:
         """Send what is there and not sent yet."""
-        host, after = self._hosts[place], (place + 1) % len(self._hosts)
-        port = host.out if len(self._hosts) > 1 else host.link
+        port = self._hosts[place].out if len(self._hosts) > 1 else self._hosts[place].link
         while self._sent[place] < self._steps and self._sent[place] <= self._come[place]:
             self._sent[place] += 1
-            slower = BESIDE if host.processor.busy else 1.0
-            begin = port.reserve(slower * self._seconds)
-            self._clock.at(begin + slower * self._passed, self._arrive, after)
-            if self._sent[place] == self._steps:
-                self._clock.at(begin + slower * self._seconds, self._count, place)
+            port.carry(partial(self._carry, place, self._sent[place] == self._steps))
+
+    def _carry(self, place: int, last: bool) -> float:
+        """Begin with a part, and return how long it takes the port."""
+        slower = BESIDE if self._hosts[place].processor.busy else 1.0
+        self._clock.at(self._clock.now + slower * self._passed, self._arrive, (place + 1) % len(self._hosts))
+        if last:
+            self._clock.at(self._clock.now + slower * self._seconds, self._count, place)
+        return slower * self._seconds
 
     def _arrive(self, place: int) -> None:
         self._come[place] += 1
@@ -233,8 +241,7 @@ class Direct:
     def __init__(self, clock: Clock, hosts: Sequence[Host], seconds: float, copies: float, hop: float) -> None:
         self._clock, self._hosts = clock, hosts
         self._seconds, self._copies, self._hop = seconds, copies, hop
-        self._come = [0] * len(hosts)  # parts that are there or on their way, and when the first and the last are
-        self._first, self._last = [math.inf] * len(hosts), [0.0] * len(hosts)
+        self._come, self._first = [0] * len(hosts), [math.inf] * len(hosts)
         self._finish: list[Action | None] = [None] * len(hosts)
 
     def join(self, place: int) -> Callable[[Action], None]:
@@ -245,19 +252,24 @@ class Direct:
         host, number = self._hosts[place], len(self._hosts)
         self._finish[place] = finish
         host.processor.hold(DIRECT_UNITS)
-        self._add(place, host.link.reserve(self._copies) + self._copies)
+        host.link.carry(partial(self._carry, self._copies, 0.0, self._add, place))
         for far in range(1, number):
-            there = host.out.reserve(self._seconds) + self._hop + self._seconds
-            self._first[(place + far) % number] = min(self._first[(place + far) % number], there)
-            self._add((place + far) % number, there)
+            host.out.carry(partial(self._carry, self._seconds, self._hop, self._arrive, (place + far) % number))
 
-    def _add(self, place: int, end: float) -> None:
+    def _carry(self, seconds: float, hop: float, there: Callable[[int], None], place: int) -> float:
+        self._clock.at(self._clock.now + seconds + hop, there, place)
+        return seconds
+
+    def _arrive(self, place: int) -> None:
+        self._first[place] = min(self._first[place], self._clock.now)
+        self._add(place)
+
+    def _add(self, place: int) -> None:
         number = len(self._hosts)
         self._come[place] += 1
-        self._last[place] = max(self._last[place], end)
         if self._come[place] == number:  # the host's own copies among them, so that it has joined
             received = self._first[place] + (number - 2) * self._seconds  # one behind the other
-            self._clock.at(max(self._last[place], received), self._leave, place)
+            self._clock.at(max(self._clock.now, received), self._leave, place)
 
     def _leave(self, place: int) -> None:
         finish = self._finish[place]
@@ -380,12 +392,12 @@ class Step:
         """Return how each host begins to gather or scatter `size` bytes by a ring."""
         machines = self.machines
         parts, rate, hop = machines.shard, machines.link, machines.link_hop
-        first = min(size / machines.shard, SLICE * machines.channels) / rate
+        first = min(size / machines.shard, SLICE * machines.channels)
         if self.near > 1:
             parts, rate = self.near, min(machines.out, machines.link)
-            first = min(size / machines.shard, SLICE * machines.channels) / rate
-            hop = machines.per_host * machines.hop + (machines.per_host - 1) * first  # rank after rank
-        groups = [Ring(self.clock, hosts, parts - 1, size / parts / rate, first, hop) for hosts in self._shard_groups()]
+            hop = machines.per_host * machines.hop + (machines.per_host - 1) * first / machines.link  # rank after rank
+        part = size / parts / rate
+        groups = [Ring(self.clock, hosts, parts - 1, part, first / rate, hop) for hosts in self._shard_groups()]
         return [groups[number // self.near].join(number % self.near) for number in range(len(self.hosts))]
 
     def _reduce(self, size: float) -> Reduction:

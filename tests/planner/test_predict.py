@@ -120,6 +120,16 @@ def test_direct_gathering_beats_the_ring_where_hops_are_many() -> None:
     assert gather_seconds(1e8, over, "smddp") < gather_seconds(1e8, over, "hierarchical") < gather_seconds(1e8, over)
 
 
+def test_nccl_scatters_what_smddp_gathers() -> None:
+    """With nothing to hide behind, a block gathered twice directly and scattered once by a ring."""
+    nodes, alone = cluster("p4d.24xlarge:16"), replace(stack_of("default"), overlap=1.0)
+    exposed = made(cluster=nodes, shard=128, stack=alone, reduction="bf16", collectives="smddp")
+    size, over = 2 * exposed.model.layer_parameters, rank_group(exposed, *state_axes())
+    saved = predict(replace(exposed, collectives="nccl")).seconds["shard"] - predict(exposed).seconds["shard"]
+    spared = 2 * exposed.model.layers * (gather_seconds(size, over) - gather_seconds(size, over, "smddp"))
+    assert saved == pytest.approx(spared)
+
+
 def test_joined_times_lie_between_the_longer_and_the_sum() -> None:
     assert overlapped_seconds(3.0, 4.0, 2.0) == pytest.approx(5.0)
     assert overlapped_seconds(3.0, 4.0, 1.0) == pytest.approx(7.0)

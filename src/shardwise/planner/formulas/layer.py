@@ -146,7 +146,8 @@ def _parameter_traffic(configuration: TrainingConfiguration) -> tuple[float, flo
     reduced = configuration.trained * BYTES[configuration.reduction]
     algorithm = configuration.collectives
     parameters = sum(gather_seconds(count * size, ranks, algorithm) for count, ranks in units)
-    gradients = sum(gather_seconds(count * reduced, ranks, algorithm) for count, ranks in units)
+    scattering = "nccl" if algorithm == "smddp" else algorithm  # SMDDP's own are gathering and all-reduce
+    gradients = sum(gather_seconds(count * reduced, ranks, scattering) for count, ranks in units)
     if configuration.whole_in_step:
         return parameters / configuration.accumulation, gradients / configuration.accumulation
     return parameters, gradients + (parameters if configuration.reshard_after_forward else 0.0)
