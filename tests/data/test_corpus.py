@@ -308,6 +308,10 @@ def test_columns_beside_token_ids_are_not_passed_over(tmp_path: Path, kind: str)
         rows("labels", alike | {"labels": [[1, 2], [-100]]})
     with pytest.raises(DataError, match=r"(line|row) 1: the column attention_mask leaves tokens out"):
         rows("mask", alike | {"attention_mask": [[1, 0], [1]]})
+    with pytest.raises(DataError, match=r"(line|row) 1: the column labels differs from input_ids"):
+        rows("classes", alike | {"labels": [1, 0]})
+    with pytest.raises(DataError, match=r"(line|row) 1: the column attention_mask holds 1 and no list"):
+        rows("flags", alike | {"attention_mask": [1, 1]})
 
 
 def test_a_lone_surrogate_names_file_and_row(tmp_path: Path) -> None:

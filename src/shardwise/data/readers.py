@@ -85,7 +85,6 @@ def token_ids(where: str, value: Any, columns: Columns, limit: int | None) -> np
     Raises:
         DataError: they are no such integers, or a column beside them says that some are not learned.
     """
-    _refuse_unread(where, value, columns)
     try:
         array = np.asarray(value if value is not None else [None])
     except ValueError:
@@ -94,6 +93,7 @@ def token_ids(where: str, value: Any, columns: Columns, limit: int | None) -> np
         raise DataError(
             f"{where}: input_ids must be a list of integers, found {short(value)}; write one, or remove the row"
         )
+    _refuse_unread(where, array, columns)
     if array.size and array.min() < 0:
         raise DataError(
             f"{where}: input_ids holds {array.min()}, and token ids are not negative; write the tokenizer's, or remove "
@@ -107,13 +107,16 @@ def token_ids(where: str, value: Any, columns: Columns, limit: int | None) -> np
     return array.astype(np.int64)
 
 
-def _refuse_unread(where: str, value: Any, columns: Columns) -> None:
-    """Refuse labels other than the token ids themselves, and masks that leave some of them out."""
+def _refuse_unread(where: str, ids: np.ndarray, columns: Columns) -> None:
+    """Refuse labels other than the token ids themselves, as a class of the row, and masks that leave some of them out."""
     labels = columns.get(LABELS)
-    if labels is not None and list(labels) != list(value if value is not None else []):
+    if labels is not None and not np.array_equal(labels, ids):
         raise _unread(where, LABELS, "differs from input_ids")
     for name in MASKS:
-        if columns.get(name) is not None and not all(columns[name]):
+        mask = columns.get(name)
+        if mask is not None and not isinstance(mask, list):
+            raise _unread(where, name, f"holds {short(mask)} and no list")
+        if mask is not None and not all(mask):
             raise _unread(where, name, "leaves tokens out")
 
 
