@@ -179,6 +179,15 @@ def test_images_are_turned_as_cameras_say(tmp_path: Path) -> None:
     assert list(read_image(tmp_path / "photo.png", "f").getdata()) == list(upright.getdata())
 
 
+def test_values_of_16_bits_are_refused(tmp_path: Path) -> None:
+    """Pillow cuts them at 255, so that nearly all of the image would be white."""
+    from PIL import Image
+
+    Image.new("I;16", (2, 2), 1000).save(tmp_path / "scan.png")
+    with pytest.raises(DataError, match=r"f: .*scan.png has values of more than 8 bits .*I;16.*; write it again in 8"):
+        read_image(tmp_path / "scan.png", "f")
+
+
 @pytest.mark.parametrize("path, says", [(None, "holds stdlib"), ("notes.txt", "holds text")])
 def test_other_data_is_refused(tmp_path: Path, path: str | None, says: str) -> None:
     (tmp_path / "notes.txt").write_text("no images")

@@ -128,6 +128,11 @@ def read_image(path: Path, where: str) -> Any:
         ) from error
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):  # Pillow would cut values at 255: such an image is white
+                raise DataError(
+                    f"{where}: {path} has values of more than 8 bits (Pillow's mode {image.mode}), and nobody says "
+                    "which of them is white; write it again in 8 bits, or remove the row"
+                )
             return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{where}: {path} cannot be read as an image: {error}; mend it, or remove the row") from error
