@@ -172,6 +172,11 @@ def said(*parts: Any, **columns: Any) -> dict[str, Any]:
         (said(*[{"type": "image", "image": "0-0.png"}] * 5), r"line 3: 86 tokens with those of its images"),
         ({"messages": [{"role": "user", "content": "<image> what"}], "image": "0-0.png"}, r"line 3: no token is train"),
         ({"image": "0-0.png"}, r"line 3: no messages"),
+        (
+            {"messages": [{"role": "user", "content": {"type": "text", "text": "what"}}], "image": []},
+            r"line 3: content \{'type': 'text', .*; give a text, or a list of parts",
+        ),
+        (said("<image> what", images=["iVBORw0KGgo" * 500]), r"line 3: image='iVBOR.*\.\.\. is no path .File name too"),
     ],
 )
 def test_rows_that_are_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:

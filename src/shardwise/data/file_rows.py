@@ -56,8 +56,15 @@ class FileRow(NamedTuple):
             raise DataError(
                 f"{self.where}: {column} holds {short(value)}; give the path of a file, from the directory of the rows"
             )
-        path = self.folder / Path(value).expanduser()
-        if not path.is_file():
+        try:
+            path = self.folder / Path(value).expanduser()
+            is_file = path.is_file()
+        except (OSError, RuntimeError) as error:  # longer than a path is, as an image in base64, or of no user
+            why = str(getattr(error, "strerror", None) or error)
+            raise DataError(
+                f"{self.where}: {column}={short(value)} is no path ({why}); give that of a file, or remove the row"
+            ) from error
+        if not is_file:
             raise DataError(f"{self.where}: {column}={value!r} is no file ({path}); mend the path, or remove the row")
         return path
 

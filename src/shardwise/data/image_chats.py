@@ -169,10 +169,13 @@ def _parts(row: FileRow, message: Mapping[str, Any]) -> list[Part]:
     Raises:
         DataError: it has others.
     """
-    content = message.get("content", message.get("value"))
+    content = message.get("content")
+    content = message.get("value") if content is None else content
     if isinstance(content, str):
         texts = [[{"type": "text", "text": text}] if text else [] for text in content.split(PLACE)]
         return [*texts[0], *chained.from_iterable([{"type": "image"}, *text] for text in texts[1:])]
+    if not isinstance(content, list | None):  # the keys of an object would be taken for texts
+        raise DataError(f"{row.where}: content {short(content)}; give a text, or a list of parts")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content or ()]
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
