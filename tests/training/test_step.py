@@ -236,6 +236,24 @@ def test_a_loss_function_that_counts_otherwise_is_refused(counted: bool) -> None
         _check_count(7 if counted else 8, 7)
 
 
+class ManyLabels(LanguageModelling):
+    """Counts one label more in each microbatch than fp32 can."""
+
+    def loss(self, microbatch: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().loss(microbatch, output)[0], torch.tensor(2**24 + 1)
+
+
+def counted_labels(job: Job) -> float:
+    run = set_up(job, CPU)
+    return float(run.model.run(ManyLabels(run.model), run.stream.batches(0), 0)[1])
+
+
+def test_labels_are_counted_where_fp32_cannot(world_pool: WorldPool, corpora: Path) -> None:
+    """A count that differs from the batches' own is refused as the loss's mistake."""
+    job = make_job(corpora, training={"sequences_per_step": 3, "microbatch_size": 1}, precision={"compute": "fp32"})
+    assert world_pool.run(1, counted_labels, job) == [3 * (2**24 + 1)]
+
+
 @pytest.mark.parametrize(
     ("first", "step", "validation", "says"),
     [

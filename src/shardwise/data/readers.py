@@ -108,7 +108,7 @@ def token_ids(where: str, value: Any, columns: Columns, limit: int | None) -> np
 
 
 def _refuse_unread(where: str, ids: np.ndarray, columns: Columns) -> None:
-    """Refuse labels other than the token ids themselves, as a class of the row, and masks that leave some of them out."""
+    """Refuse labels other than the token ids themselves, such as a class, and masks that leave some of them out."""
     labels = columns.get(LABELS)
     if labels is not None and not np.array_equal(labels, ids):
         raise _unread(where, LABELS, "differs from input_ids")

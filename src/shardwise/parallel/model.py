@@ -19,6 +19,7 @@ from shardwise.collectives.rank_record import mark_phase
 from shardwise.collectives.tensor import sum_together
 from shardwise.errors import ModelError
 from shardwise.job.axes import Axis, data_axes
+from shardwise.job.devices import widest_float
 from shardwise.job.objects import user_code
 from shardwise.kernels.attention.row_positions import numbers_positions
 from shardwise.kernels.dropout import DropoutScope, dropout_scope
@@ -196,7 +197,8 @@ class ParallelModel:
             step: number of the step; dropout depends on it.
             seed: 0-dim gradient of each microbatch's summed loss; None for evaluation.
         """
-        totals = [torch.zeros(2, dtype=self.accumulation_dtype, device=self.device)]
+        wide = widest_float(self.device)  # fp32 counts to 16.8 million, and a step may have more pixels
+        totals = [torch.zeros(2, dtype=wide, device=self.device)]
         microbatches = objective.prepared(microbatches, step)
         if self.head is not None:
             self.head.seed = 1.0 if seed is None else seed
@@ -215,7 +217,7 @@ class ParallelModel:
                 loss, count = objective.loss(microbatch, output)
             if routers is not None and routers.needs_totals:
                 routers.settle()
-            totals.append(torch.stack([loss.detach(), count.to(loss.dtype)]).to(self.accumulation_dtype))
+            totals.append(torch.stack([loss.detach().to(wide), count.to(wide)]))
             return loss if seed is None else loss * seed.to(loss.dtype)
 
         self._prepare_for(objective, microbatches)

@@ -225,12 +225,12 @@ def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Seque
     """Return the mean loss and the metrics over global batches, each given as this rank's microbatches."""
     model.train(False)
     normalisation = NORMALISATIONS[model.plan.normalisation]
-    totals = torch.zeros(2, dtype=model.accumulation_dtype, device=model.device)
+    totals = torch.zeros(2, dtype=widest_float(model.device), device=model.device)
     for index, microbatches in enumerate(batches):
         if index:  # the first batch's unit has begun when it was read
             begin_unit(WorkUnit.EVALUATION)
         on_device = [batch.to(model.device) for batch in weighted(microbatches, normalisation)]
-        totals += model.run(objective, on_device, step=0).to(totals.dtype)
+        totals += model.run(objective, on_device, step=0)
     model.reshard()
     model.meet()
     measured = objective.measured()
