@@ -98,6 +98,9 @@ def test_a_run_ends_early_by_a_callbacks_metric(world_pool: WorldPool, corpora: 
     assert [record["score"] for record in records] == [0.2, 0.6, 0.5]
     again = world_pool.run(2, train, scored_job(corpora, tmp_path / "run", resume="auto"))[0]
     assert again.steps == 3  # the state of a run that has ended is part of its checkpoint
+    assert again.early_stop == "no better score than 0.6000 at step 2 in 1 evaluation"  # it is not judged twice
+    records = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "validation_loss" in record]
+    assert [record["step"] for record in records] == [1, 2, 3]  # nor recorded
     assert world_pool.run(1, metric, {"acuracy": 0.5, "step": 3})[0] == (
         "evaluation.metric='accuracy' is no number of the record of an evaluation. Did you mean 'acuracy'?"
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,8 @@ class MetricsWriter:
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         if resume_step is not None and path.exists():
-            _keep_until(path, resume_step)
+            _keep(path, lambda record: record.get("step", 0) <= resume_step)
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
 
@@ -38,6 +39,12 @@ class MetricsWriter:
         """Append one record; it is on disk (in the page cache) when this returns."""
         self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
         self._file.flush()
+
+    def drop_evaluation(self, step: int) -> None:
+        """Drop the record of an evaluation after `step` steps, which is made once more."""
+        self._file.close()
+        _keep(self._path, lambda record: record.get("step") != step or "validation_loss" not in record)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()
@@ -77,8 +84,8 @@ def _records(path: Path) -> Iterator[Record]:
             yield record
 
 
-def _keep_until(path: Path, step: int) -> None:
-    kept = [json.dumps(record) for record in _records(path) if record.get("step", 0) <= step]
+def _keep(path: Path, stays: Callable[[Record], bool]) -> None:
+    kept = [json.dumps(record) for record in _records(path) if stays(record)]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     temporary.replace(path)

@@ -27,9 +27,11 @@ class Recorder(Callback):
         self.output = Path(assembled.plan.job.output)
         self.description = _describe(assembled)
         self._metrics: MetricsWriter | None = None
+        self._first_step = 0
 
     def on_start(self, session: ObservedSession) -> None:
         """Make room for the run that goes on from here, and say what it is."""
+        self._first_step = session.steps_done
         with writing(self.output):
             clear_output(self.output, session.steps_done)
             self._metrics = MetricsWriter(self.output / METRICS_FILE, resume_step=session.steps_done)
@@ -41,7 +43,10 @@ class Recorder(Callback):
         self._write(record)
 
     def on_evaluation(self, session: ObservedSession, record: Record) -> None:
-        """Write the record of an evaluation."""
+        """Write the record of an evaluation, in the place of that of a run that has been resumed at its last step."""
+        if session.steps_done == self._first_step and self._metrics is not None:
+            with writing(self.output):
+                self._metrics.drop_evaluation(session.steps_done)
         self._write(record)
 
     def on_note(self, session: ObservedSession, text: str, record: Record | None) -> None:

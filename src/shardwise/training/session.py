@@ -405,8 +405,9 @@ class Session:
 
     def _judge(self, record: Record) -> None:
         """Compare the evaluation's metric with those before, and end the run where it has waited long enough."""
-        settings = self.job.evaluation
-        if is_judged(self.job):
+        settings, before = self.job.evaluation, self.progress
+        is_known = before.metric is not None and before.judged_by == settings.metric  # of a run resumed at its end
+        if is_judged(self.job) and not is_known:
             metric = metric_of(record, settings, self.device)
             self.progress = judged(self.progress, metric, settings)
             self.early_stop = early_stop(self.progress, settings)
