@@ -199,6 +199,7 @@ def test_take_overrides_keeps_the_other_words() -> None:
         ({"training": {"steps": True}}, "training.steps=True: must be a number"),
         ({"precision": {"loss_scale": {"init_scale": False}}}, "loss_scale.init_scale=False: must be a number"),
         ({"training": 3}, "training=3: must be a section with keys of its own; known: steps, "),
+        ({"data": {"sources": [None]}}, "data.sources[0]=None: must be a section with keys of its own; known: name, "),
         (
             {"training": {"batch_size_schedule": [{"until_samples": 32}]}},
             "training.batch_size_schedule[0].sequences_per_step is missing beside {'until_samples': 32}",
@@ -262,6 +263,7 @@ def test_wrong_overrides(words: list[str], says: str) -> None:
         ("training: {steps: 3", "is not YAML at line 1"),
         ("output: " + "a" * 256, "must be a path whose parts have 255 bytes at most"),
         ('output: "a\\0"', "must be a path without zero bytes"),
+        ('data: {path: ""}', "data.path='': must be a path that is not empty"),
         ("output: 2026-13-45", "cannot be read: month must be in 1..12; quote what is text"),
         ("[" * 5000, "stand in each other too deeply"),
         ("training:\n  steps: 3\n  steps: 4\n", "at line 3, column 3: key 'steps' is given twice"),

@@ -27,6 +27,8 @@ LONGEST_NAME = 255  # bytes, of a file on every file system
 
 def _user_path(path: str) -> str:
     """Return a path with `~` as the home directory, which no shell may have put in."""
+    if not path:  # it would be the current directory, with whatever lies there
+        raise PydanticCustomError("path", "a path that is not empty")
     if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
         raise PydanticCustomError("path", "a path whose parts have 255 bytes at most")
     if "\0" in path:
@@ -113,8 +115,9 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def listed_fields(root: type[Section], section: str) -> str:
-    """Return the names of a section's keys, for messages."""
-    return ", ".join(sections_of(root)[section].model_fields)
+    """Return the names of the keys of a section, or of one in a list such as `data.sources[0]`, for messages."""
+    known = item_sections_of(root).get(section.partition("[")[0]) or sections_of(root)[section]
+    return ", ".join(known.model_fields)
 
 
 def suggestion(root: type[Section], key: str) -> str:
