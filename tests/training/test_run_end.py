@@ -14,8 +14,8 @@ import pytest
 from shardwise.errors import DataError, OutputError
 from shardwise.job.schema import Job
 from shardwise.observe.trackers import Tracker
+from shardwise.training import prompts, run_end
 from shardwise.training import recorder as recorder_module
-from shardwise.training import run_end
 from shardwise.training.recorder import Recorder
 from shardwise.training.run_end import ModelExport, TextSample
 
@@ -46,6 +46,14 @@ def test_the_model_is_written_after_the_last_step_and_once(monkeypatch: pytest.M
     assert written == [2]
     ModelExport(assembled_of(job)).on_end(session, {"stopped": None})  # resumed at its last step
     assert written == [2, 2]
+
+
+def test_a_prompt_without_a_token_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SimpleNamespace(chat_template=None, encode=lambda text: list(text.encode()))
+    monkeypatch.setattr(prompts, "open_tokenizer", lambda assembled: tokenizer)
+    job = Job(evaluation={"prompts": ["3 + 4 =", ""]})
+    with pytest.raises(DataError, match=r"evaluation\.prompts\[1\]='' has no token; give a text"):
+        prompts.PromptSamples(assembled_of(job)).on_start(session_of(job))
 
 
 def test_a_sample_that_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

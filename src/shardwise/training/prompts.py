@@ -30,7 +30,7 @@ class PromptSamples(Callback):
         """Render and tokenize the prompts.
 
         Raises:
-            DataError: the data has no tokenizer, or the chat template refuses a prompt.
+            DataError: the data has no tokenizer, or the chat template refuses a prompt, or it has no token.
         """
         prompts = session.job.evaluation.prompts
         if not prompts:
@@ -44,6 +44,8 @@ class PromptSamples(Callback):
                 self._prompts.append(prompt_tokens(self._tokenizer, prompt, template))
             except Exception as error:  # a template may raise anything
                 raise DataError(f"evaluation.prompts[{number}]: {type(error).__name__}: {error}") from error
+            if not self._prompts[-1]:
+                raise DataError(f"evaluation.prompts[{number}]={prompt!r} has no token; give a text, or leave it out")
 
     def on_evaluation(self, session: ObservedSession, record: Record) -> None:
         """Continue the prompts, and say how."""
