@@ -22,6 +22,11 @@ def without_password(url: str) -> str:
     return PASSWORD.sub("***", url)
 
 
+def in_utf_8(name: str) -> str:
+    """Return the name of a file as text files can hold it: bytes that are no UTF-8 are written out."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of `number`, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

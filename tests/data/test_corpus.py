@@ -21,6 +21,7 @@ from shardwise.data.corpus import Corpus, data_format, find_corpus, stdlib_files
 from shardwise.data.streaming.sources import describe_listing, find_shards
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
+from shardwise.job.schema import Job
 from tests.data.conftest import TEXTS
 
 
@@ -325,3 +326,15 @@ def test_text_of_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet: .*utf-8"):
         documents(corpus_of(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_name_that_is_not_utf_8_can_be_written_down(tmp_path: Path, streaming: bool) -> None:
+    """Checkpoints and reports hold it."""
+    name = tmp_path / "a\udcff.jsonl"
+    name.write_text('{"text": "one"}\n')
+    data = DataSection(path=str(tmp_path), streaming=streaming)
+    words = [shard.name for shard in find_shards(data).shards] if streaming else [find_corpus(data).describe()]
+    assert [r"a\udcff.jsonl" in word for word in words] == [True]
+    with pytest.raises(ConfigError, match=r"output=.*: must be a path in UTF-8"):
+        Job(output="a\udcff")

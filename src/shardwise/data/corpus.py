@@ -29,7 +29,7 @@ from shardwise.data.store import digest
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import ROW_FORMATS, DataSection, DataSource
 from shardwise.job.schema import Job
-from shardwise.words import nearest_file
+from shardwise.words import in_utf_8, nearest_file
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -55,7 +55,7 @@ class Corpus:
 
     def describe(self) -> str:
         """For the display."""
-        where = "the Python standard library" if self.format == "stdlib" else str(_common(self.files))
+        where = "the Python standard library" if self.format == "stdlib" else in_utf_8(str(_common(self.files)))
         files = f"{len(self.files):,} file{'s' * (len(self.files) != 1)}"
         size = f"{self.size / 1e6:.1f} MB" if self.size >= 1e5 else f"{self.size:,} bytes"
         return f"{self.format}: {where}, {files}, {size}{words_of_left_out(self.left_out)}"

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from shardwise.errors import ConfigError
 from shardwise.job.smp_options import BY_NAME
-from shardwise.words import nearest, one_of
+from shardwise.words import in_utf_8, nearest, one_of
 
 LONGEST_NAME = 255  # bytes, of a file on every file system
 
@@ -31,6 +31,8 @@ def _user_path(path: str) -> str:
         raise PydanticCustomError("path", "a path that is not empty")
     if any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
         raise PydanticCustomError("path", "a path whose parts have 255 bytes at most")
+    if in_utf_8(path) != path:  # no checkpoint could hold it
+        raise PydanticCustomError("path", "a path in UTF-8")
     if "\0" in path:
         raise PydanticCustomError("path", "a path without zero bytes")
     return os.path.expanduser(path)

@@ -21,7 +21,7 @@ from shardwise.data.streaming.definition import Shard
 from shardwise.data.streaming.fetch import local_stamp, remote_stamp
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
-from shardwise.words import one_of
+from shardwise.words import in_utf_8, one_of
 
 STREAMED = {**SUFFIXES, ".tar": "webdataset"}
 CONTAINERS = ("jsonl", "parquet", "webdataset", "dataset")
@@ -132,7 +132,7 @@ def _local(files: Sequence[Path], container: str, path: str) -> FoundShards:
     for file, name in zip(files, _names(files, Path(path).expanduser()), strict=True):
         absolute = file.absolute()
         try:
-            shards.append(Shard(str(absolute), name, *local_stamp(absolute)))
+            shards.append(Shard(str(absolute), in_utf_8(name), *local_stamp(absolute)))
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror}; let this user read it") from error
     return FoundShards(tuple(shards), container)
