@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
+from shardwise.errors import UserCodeError
 from shardwise.observe.metrics import MetricsWriter, plain, read_metrics
 
 
@@ -29,6 +32,15 @@ def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
         writer.write({"loss": torch.tensor(1.5), "skipped": torch.tensor(True), "tokens": torch.tensor(7)})
     assert read_metrics(tmp_path / "m.jsonl") == [{"loss": 1.5, "skipped": True, "tokens": 7}]
+
+
+def test_what_callbacks_add(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        writer.write({"step": 1, "confusion": torch.eye(2), "shares": np.array([0.5, np.nan]), "none": torch.ones(0)})
+        with pytest.raises(UserCodeError, match=r"a callback has added seen to a record, of set: .*; add numbers"):
+            writer.write({"step": 1, "seen": {1, 2}})
+    shown = {"step": 1, "confusion": [[1.0, 0.0], [0.0, 1.0]], "shares": [0.5, None], "none": []}
+    assert read_metrics(tmp_path / "m.jsonl") == [shown]
 
 
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +102,8 @@ def test_a_run_ends_early_by_a_callbacks_metric(world_pool: WorldPool, corpora: 
     assert again.early_stop == "no better score than 0.6000 at step 2 in 1 evaluation"  # it is not judged twice
     records = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "validation_loss" in record]
     assert [record["step"] for record in records] == [1, 2, 3]  # nor recorded
+    for number in (torch.tensor(0.5), np.float32(0.5)):
+        assert world_pool.run(1, metric, {"accuracy": number, "step": 3})[0] == 0.5
     assert world_pool.run(1, metric, {"acuracy": 0.5, "step": 3})[0] == (
         "evaluation.metric='accuracy' is no number of the record of an evaluation. Did you mean 'acuracy'?"
     )

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shardwise.errors import UserCodeError
+
 Record = dict[str, Any]
 
 
@@ -36,8 +38,12 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Append one record; it is on disk (in the page cache) when this returns."""
-        self._file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+        """Append one record; it is on disk (in the page cache) when this returns.
+
+        Raises:
+            UserCodeError: a callback has added what JSON cannot hold.
+        """
+        self._file.write("{" + ", ".join(_pair(key, value) for key, value in plain(record).items()) + "}\n")
         self._file.flush()
 
     def drop_evaluation(self, step: int) -> None:
@@ -64,14 +70,26 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: one-element tensors and numpy numbers as numbers, NaN and infinity as None."""
+    """The value as JSON can hold it: no NaN or infinity; tensors and arrays as lists, or of one element as numbers."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if hasattr(value, "item") and math.prod(value.shape) != 1:
+        return plain(value.tolist())
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _pair(key: str, value: Any) -> str:
+    try:
+        return f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+    except TypeError as error:
+        raise UserCodeError(
+            f"a callback has added {key} to a record, of {type(value).__name__}: {error}; add numbers, texts, or lists "
+            "of them"
+        ) from error
 
 
 def _records(path: Path) -> Iterator[Record]:

@@ -29,6 +29,7 @@ def metric_of(record: Mapping[str, Any], settings: EvaluationSection, device: to
         ConfigError: the record has no such number.
     """
     value: Any = record.get(settings.metric, "")
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # a tensor's, or one of numpy's
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     numbers = [float(value) if is_number else 0.0, float(is_number)]
     told = torch.tensor(numbers, dtype=widest_float(device), device=device)
