@@ -44,6 +44,16 @@ def test_a_run_goes_on_with_what_no_number_depends_on(tmp_path: Path, monkeypatc
     data = {"path": str(tmp_path), "cache_directory": "elsewhere"}  # the tokens are compared when it is read
     model = {"compile": True, "attention": "eager"}
     check_output(Job(output=str(tmp_path), checkpoint={"resume": "auto"}, data=data, model=model))
+    stream = {"streaming": True, "num_workers": 1, "cache_limit": 1 << 20, "on_bad_files": "skip"}
+    directory_of(tmp_path, {**earlier(), "data": {**earlier()["data"], "streaming": True}}, monkeypatch)
+    check_output(Job(output=str(tmp_path), checkpoint={"resume": "auto"}, data=stream))
+
+
+def test_a_run_may_go_on_with_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint says which may differ, and `checkpoint.change_sources` whether."""
+    directory_of(tmp_path, earlier(), monkeypatch)
+    sources = {"sources": [{"path": "elsewhere/a.jsonl", "weight": 2.0}], "curriculum": [{"samples": 9, "weights": {}}]}
+    check_output(Job(output=str(tmp_path), checkpoint={"resume": "auto", "change_sources": True}, data=sources))
 
 
 def test_what_has_changed_is_named_with_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

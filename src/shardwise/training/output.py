@@ -58,7 +58,9 @@ SAME_NUMBERS: dict[str, set[str]] = {
     "model": {"attention", "compile", "cuda_graphs", "liger", "trust_remote_code"},
     "data": {
         "path", "format", "field", "tokenizer", "vocabulary_size", "max_documents", "cache_directory",
-        "validation_split",  # the checkpoint's own words on it come when it is read, with the way out
+        "num_workers", "cache_limit",
+        # The checkpoint's own words on these come when it is read, with the way out.
+        "validation_split", "sources", "curriculum", "on_bad_files",
     },
 }  # fmt: skip
 

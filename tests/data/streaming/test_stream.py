@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.data.streaming.block_cache import BlockCache
 from shardwise.data.streaming.definition import Position, StreamDefinition
-from shardwise.data.streaming.prepare import values_in_order
+from shardwise.data.streaming.prepare import PreparedStream, find_stream, values_in_order
 from shardwise.data.streaming.producer import StreamReader, joined_tokens
 from shardwise.data.streaming.rows import RowReader
 from shardwise.data.streaming.workers import Encoder
 from shardwise.data.text_encoder import TextEncoder
 from shardwise.errors import DataError
+from shardwise.job.data_section import DataSection
 from shardwise.job.sources import load_job
 from shardwise.testing.oracle_stream import StreamSource
 from tests.data.streaming.sources import KINDS, SEED, byte_tokenizer, define, documents, first_tokens, opened, write
@@ -98,6 +99,9 @@ def test_damage_names_shard_and_row_and_is_skipped_where_asked(tmp_path: Path) -
     skipping = define(tmp_path / "source", held_out=0, skips=True)
     whole = [contents[0], contents[1][:4], contents[2]]
     assert read_here(skipping, tmp_path, 2000).tolist() == first_tokens(whole, 2000, 0)
+    jobs = (DataSection(path=str(path), streaming=True, on_bad_files=answer) for answer in ("error", "skip"))
+    contents_of = [PreparedStream(find_stream(data), None, 300, SEED).content for data in jobs]
+    assert contents_of[0] == contents_of[1]  # a run that has ended there may go on and skip it
     reader = StreamReader(skipping, tmp_path, lambda **facts: None)
     for buffer, _ in zip(reader.buffers(Position()), range(4), strict=False):
         assert buffer

@@ -139,8 +139,12 @@ class PreparedStream:
 
     @property
     def content(self) -> str:
-        """Hash of what all hosts must have alike: the shards' names and sizes, the tokenizer, the rules."""
+        """Hash of what all hosts must have alike: the shards' names and sizes, the tokenizer, the rules.
+
+        Whether damaged shards are passed over is none: up to one the tokens are the same, and a run may go on so.
+        """
         values = self.definition.to_json()
+        del values["skips_bad_files"]
         shards = [(shard["name"], shard["size"]) for shard in values.pop("shards")]
         return digest(shards, values, None if self.tokenizer is None else asdict(self.tokenizer))
 

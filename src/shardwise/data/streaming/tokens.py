@@ -207,7 +207,7 @@ class StreamedTokens:
         if not is_alive:
             raise DataError(
                 "the process that reads the stream ahead is gone; it was killed, perhaps for memory; go on from the "
-                "last checkpoint, with fewer data.num_workers or a smaller data.shuffle_buffer_size"
+                "last checkpoint, with fewer data.num_workers"
             )
 
     def _open(self) -> None:
