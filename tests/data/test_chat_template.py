@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from shardwise.checkpoint.writing import CHAT_TEMPLATE_FILE, copy_chat_template
 from shardwise.data.chat_template import ChatTemplate, TokenizedRow, overlapping, read_template
 from shardwise.data.conversations import Conversation, TextPair, chat, preference, prompt_completion
 from shardwise.data.tokenizer import TokenizerSource, load_tokenizer
@@ -117,6 +118,14 @@ def test_refused_roles_and_missing_templates(directory: Path, tmp_path: Path) ->
         renderer(directory, None).rendered(conversation(0))
     with pytest.raises(DataError, match="is no file"):
         read_template(DataSection(chat_template=str(tmp_path / "missing.jinja")))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
+    """Each row would begin with it, in training and where the exported template is rendered."""
+    (tmp_path / "t.jinja").write_text(PLAIN, encoding="utf-8-sig")
+    assert read_template(DataSection(chat_template=str(tmp_path / "t.jinja"))) == PLAIN
+    copy_chat_template(str(tmp_path / "t.jinja"), tmp_path)
+    assert (tmp_path / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8") == PLAIN
 
 
 def test_an_answer_is_found_in_tokens_that_cross_its_edge() -> None:

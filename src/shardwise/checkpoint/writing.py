@@ -185,7 +185,8 @@ def copy_chat_template(template: str | None, directory: Path, say: Callable[[str
     if template is None:
         return
     if Path(template).is_file():
-        shutil.copyfile(template, directory / CHAT_TEMPLATE_FILE)
+        text = Path(template).read_text(encoding="utf-8-sig")  # transformers would render a byte order mark
+        (directory / CHAT_TEMPLATE_FILE).write_text(text, encoding="utf-8")
     else:
         say(f"the chat template is not exported: {template} is not there any more")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from shardwise.data.compressed import UTF_8
 from shardwise.data.conversations import ASSISTANT, Conversation, Message, TextPair
 from shardwise.data.tokenizer import TokenizerSource
 from shardwise.errors import DataError
@@ -61,7 +62,7 @@ def read_template(data: DataSection) -> str | None:
     if not path.is_file():
         raise DataError(f"data.chat_template={data.chat_template!r} is no file.{nearest_file(path)}")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding=UTF_8)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.chat_template={data.chat_template!r} cannot be read: {error}; give a readable text file"

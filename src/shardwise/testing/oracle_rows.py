@@ -40,7 +40,7 @@ class RowSource:
         self.job, self.length, self.seed = job, job.data.sequence_length, job.training.seed
         self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_directory)
         template = job.data.chat_template
-        self.template = None if template is None else Path(template).read_text(encoding="utf-8")
+        self.template = None if template is None else Path(template).read_text(encoding="utf-8-sig")
         samples = [self._sample(row) for row in _rows_of_files(job)][: job.data.max_documents]
         training = self._training_samples(list(filter(self._stays, samples)))
         self.sequences = self._placed([self._cut(sample) for sample in training])

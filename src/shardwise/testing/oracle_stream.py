@@ -144,7 +144,7 @@ def _samples(path: Path, column: str) -> Iterator[str]:
                 if content is not None and extension == "json":
                     columns |= json.loads(content.read())
                 elif content is not None and extension == "txt":
-                    columns["text"] = columns["txt"] = content.read().decode()
+                    columns["text"] = columns["txt"] = content.read().decode("utf-8-sig")
             yield columns[column]
 
 

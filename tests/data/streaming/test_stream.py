@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import signal
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,15 @@ def test_damage_names_shard_and_row_and_is_skipped_where_asked(tmp_path: Path) -
     for buffer, _ in zip(reader.buffers(Position()), range(4), strict=False):
         assert buffer
     assert reader.skipped == {"part-001.jsonl": 4}
+
+
+def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, text in (("1.txt", "one"), ("2.json", '{"text": "two"}')):
+            (tmp_path / name).write_text(text, encoding="utf-8-sig")
+            archive.add(tmp_path / name, name)
+    rows = RowReader("webdataset", "text", False, None).values(tmp_path / "a.tar", "a.tar", 0)
+    assert list(rows) == [(0, "one"), (1, "two")]
 
 
 @pytest.mark.parametrize("compression", ["", "gz"])

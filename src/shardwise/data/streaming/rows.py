@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from shardwise.data.compressed import opened_text
+from shardwise.data.compressed import UTF_8, opened_text
 from shardwise.data.readers import BATCH_ROWS, BESIDE_TOKENS, Columns, check_text, json_row, token_ids
 from shardwise.errors import DataError
 from shardwise.words import nearest
@@ -166,7 +166,7 @@ def _member(archive: tarfile.TarFile, member: tarfile.TarInfo, extension: str, w
     content = archive.extractfile(member)
     assert content is not None  # a file
     try:
-        text = content.read().decode()
+        text = content.read().decode(UTF_8)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: {member.name} is not valid UTF-8 ({error.reason}); write it again") from error
     return json_row(text, where) if extension == "json" else {extension: text, "text": text}
