@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from shardwise.errors import DataError
+from shardwise.data.prepare import prepare
+from shardwise.errors import ConfigError, DataError
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
 from shardwise.training.session import Session
@@ -87,3 +88,12 @@ def test_a_set_that_cannot_be_used_is_named(
     with pytest.raises(DataError) as raised:
         prepare_data(job, study(job))
     assert words in str(raised.value)
+
+
+def test_a_key_that_a_set_cannot_have_is_named_with_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "one two three four five six"}\n' * 20)
+    (tmp_path / "b.txt").write_text("one two three four five six\n" * 20)
+    data = {"path": str(tmp_path / "a.jsonl"), "field": "content", "vocabulary_size": 300, "sequence_length": 16}
+    data |= {"cache_directory": str(tmp_path / "cache")}
+    with pytest.raises(ConfigError, match=r"^evaluation.sets.b: data.field='content' with data.format=text"):
+        prepare(Job(data=data, evaluation={"sets": {"b": str(tmp_path / "b.txt")}}))

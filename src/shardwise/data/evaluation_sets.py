@@ -16,7 +16,7 @@ from shardwise.data.shared_manifest import find_shared
 from shardwise.data.split import TokenStream
 from shardwise.data.store import digest
 from shardwise.data.token_data import TokenData
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import ROW_FORMATS
 from shardwise.job.schema import Job
 
@@ -37,14 +37,15 @@ def open_sets(job: Job, own: TokenData, read: Callable[[Job], TokenData]) -> Tok
     """Return the job's data with its sets; `read` reads the data of a job.
 
     Raises:
+        ConfigError: keys of the job are none of a set's format.
         DataError: a set is missing, holds too little, or something else than the data that are trained on.
     """
     sets = {}
     for name, path in job.evaluation.sets.items():
         try:
             data = read(job_of_set(job, path, own))
-        except DataError as error:
-            raise DataError(f"evaluation.sets.{name}: {error}") from error
+        except (DataError, ConfigError) as error:
+            raise type(error)(f"evaluation.sets.{name}: {error}") from error
         if type(data.train) is not type(own.train.splits[0] if isinstance(own.train, Mixture) else own.train):
             raise DataError(
                 f"evaluation.sets.{name}={path!r} holds {data.corpus}, and the data that are trained on are "
