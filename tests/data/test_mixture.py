@@ -19,7 +19,7 @@ from shardwise.data.mixture import Mixture
 from shardwise.data.packing import ENDLESS
 from shardwise.data.prepare import prepare
 from shardwise.data.shares import Assignment
-from shardwise.data.state import SAMPLES, ConsumedSources, data_state
+from shardwise.data.state import OF_SOURCE, SAMPLES, ConsumedSources, data_state
 from shardwise.errors import ConfigError, DataError, UserCodeError
 from shardwise.job.schema import Job
 from shardwise.job.sources import load_job
@@ -113,21 +113,21 @@ def test_kills_and_other_layouts_leave_the_token_stream(seed: int) -> None:
     for source, size in enumerate(sizes):  # passes: every sequence once before any comes again
         read_of = Counter(index for number, index in samples.values() if number == source)
         assert not read_of or max(read_of.values()) - min(read_of[index] for index in range(size)) <= 1
-        assert read_of.total() == state[f"{SAMPLES}/s{source}"]
+        assert read_of.total() == state[f"{OF_SOURCE}s{source}"]
 
 
 def test_sources_go_on_where_they_were_when_weights_change() -> None:
     sizes = [40, 50, 60]
     first = a_mixture(sizes[:2], Assignment.of_weights([(0, [1, 3])]))
     (before, _), state = read_step(first, {}, 20, (1, 1))
-    assert state == {SAMPLES: 20, f"{SAMPLES}/s0": 5, f"{SAMPLES}/s1": 15}
+    assert state == {SAMPLES: 20, f"{OF_SOURCE}s0": 5, f"{OF_SOURCE}s1": 15}
     second = a_mixture(sizes, Assignment.of_weights([(0, [1, 1, 2])]))
     (after, _), later = read_step(second, state, 40, (2, 1))
-    assert later == {SAMPLES: 60, f"{SAMPLES}/s0": 15, f"{SAMPLES}/s1": 25, f"{SAMPLES}/s2": 20}
+    assert later == {SAMPLES: 60, f"{OF_SOURCE}s0": 15, f"{OF_SOURCE}s1": 25, f"{OF_SOURCE}s2": 20}
     of_second = [ids for ids in [*before.values(), *after.values()] if ids[0] == 1]
     assert len(set(of_second)) == len(of_second) == 25  # none came again
     (again, _), last = read_step(a_mixture(sizes[:2], Assignment.of_weights([(0, [1, 1])])), later, 8, (1, 1))
-    assert last[f"{SAMPLES}/s2"] == 20 and len(again) == 8  # kept for the source that is left out
+    assert last[f"{OF_SOURCE}s2"] == 20 and len(again) == 8  # kept for the source that is left out
     with pytest.raises(KeyError):
         ConsumedSources(Stream(second, 3, 8, 8, 1, 1, 0), second).load_state_dict({})
 

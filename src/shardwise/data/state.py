@@ -17,7 +17,9 @@ from shardwise.data.loader import Stream
 from shardwise.data.mixture import Mixture
 
 SAMPLES = "samples"  # the key of the count, in checkpoints too
-OF_SOURCE = f"{SAMPLES}/"  # before the name of a source, the key of its own count
+# Before the name of a source, the key of its own count. The space keeps it apart from a stream named `samples`, whose
+# position has keys that begin with its name.
+OF_SOURCE = f"{SAMPLES} of "
 
 
 class DataState(Protocol):

@@ -17,8 +17,8 @@ from shardwise.data.batch import Batch, wrap
 from shardwise.data.mixture import Mixture
 from shardwise.data.packing import ENDLESS, Windows
 from shardwise.data.shares import Assignment
-from shardwise.data.state import SAMPLES
-from shardwise.data.streaming.loader import InOrder, state_of_stream
+from shardwise.data.state import OF_SOURCE, SAMPLES
+from shardwise.data.streaming.loader import InOrder, position_key, state_of_stream
 from shardwise.job.mixture import fault_of
 from shardwise.job.schema import Job
 from shardwise.job.sources import load_job
@@ -173,6 +173,11 @@ def _run(
 def test_a_disturbed_mixture_with_streams_loses_and_doubles_nothing(tmp_path: Path) -> None:
     read, right, hashes = disturbed(14, tmp_path)  # one that goes on behind the first block of its stream
     assert read == right and len(hashes) == 1
+
+
+def test_the_position_of_a_stream_named_samples_is_no_count_of_a_source() -> None:
+    """A file samples.jsonl gives the name; the keys of a count are told by how they begin."""
+    assert not position_key("samples", "shard").startswith(OF_SOURCE)
 
 
 @pytest.mark.slow
