@@ -90,6 +90,14 @@ def test_a_set_that_cannot_be_used_is_named(
     assert words in str(raised.value)
 
 
+def test_a_set_may_have_the_name_of_a_split(corpora: Path, tmp_path: Path) -> None:
+    write_set(tmp_path / "set.jsonl", 410, 410)
+    plain = prepare(tensor_job(corpora, "gpt2", layers=1)).describe()
+    sets = {name: str(tmp_path / "set.jsonl") for name in ("training", "validation")}
+    facts = prepare(tensor_job(corpora, "gpt2", layers=1, evaluation={"sets": sets})).describe()
+    assert facts == {**plain, "sets": dict.fromkeys(sets, 409 // LENGTH)}
+
+
 def test_a_key_that_a_set_cannot_have_is_named_with_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "one two three four five six"}\n' * 20)
     (tmp_path / "b.txt").write_text("one two three four five six\n" * 20)

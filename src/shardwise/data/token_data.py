@@ -139,7 +139,7 @@ class TokenData:
             "validation_sequences": len(self.validation),
             "split": self.split,
         }
-        facts |= {f"{name}_sequences": len(split) for name, split in self.sets.items()}
+        facts |= {"sets": {name: len(split) for name, split in self.sets.items()}} if self.sets else {}
         if not isinstance(self.train, Samples):
             facts |= {
                 "tokens": self.tokens,
