@@ -96,6 +96,16 @@ def test_rows_hold_names_or_numbers_of_classes(tmp_path: Path) -> None:
     assert data.train.sample(0)["pixel_values"].shape == (3, SIZE, SIZE)
 
 
+def made_rows() -> list[dict[str, Any]]:
+    return [{"image": f"{name}/0.png", "label": name} for name in CLASSES]
+
+
+def test_paths_of_made_rows_start_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_folders(tmp_path, 1))
+    data = {"path": f"{__name__}:made_rows", "cache_directory": str(tmp_path / "cache")}
+    assert len(prepare(image_job(tmp_path, data=data)).train) == len(CLASSES) - 1
+
+
 def test_a_row_is_held_out_by_all_that_it_holds(tmp_path: Path) -> None:
     """A function of data.filter reads every column: Parquet has times, which JSON has not."""
     columns: dict[str, Any] = {"image": "ü.png", "label": 1, "none": None, "list": [1.5, {"b": 1, "a": True}]}

@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from shardwise.data.corpus import find_corpus
+from shardwise.data.generated import is_function
 from shardwise.data.readers import short
 from shardwise.data.split import ranking, split_rule
 from shardwise.errors import DataError
@@ -36,7 +37,7 @@ class FileRow(NamedTuple):
 
     Attributes:
         where: its file and number, for messages.
-        folder: from which paths in it are read.
+        folder: from which paths in it are read; of rows that a function makes the working directory.
         columns: those that were asked for, where the row has them.
     """
 
@@ -92,7 +93,7 @@ def read_rows(job: Job, required: Sequence[str], optional: Sequence[str] = ()) -
     """
     corpus, rows = find_corpus(job.data), []
     for path in corpus.files:
-        folder = path if path.is_dir() else path.parent
+        folder = Path.cwd() if is_function(str(job.data.path)) else path if path.is_dir() else path.parent
         for where, columns in replace(corpus, files=(path,), max_documents=None).rows((*required, *optional)):
             missing = next((name for name in required if columns.get(name) is None), None)
             if missing is not None:
