@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from shardwise.data import readers
 from shardwise.data.corpus import Corpus, data_format, find_corpus, stdlib_files
+from shardwise.data.streaming.rows import RowReader
 from shardwise.data.streaming.sources import describe_listing, find_shards
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
@@ -319,6 +320,17 @@ def test_a_lone_surrogate_names_file_and_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "ab\\ud83d"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: .* lone surrogate, U\+D83D at character 3"):
         documents(corpus_of(path=str(tmp_path)))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """A row would have the last."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table([["one"], ["two"], [1]], names=["text", "text", "id"]), path)
+    says = r"a\.parquet: 2 columns have the name 'text'; write the file with one"
+    with pytest.raises(DataError, match=says):
+        documents(corpus_of(path=str(path)))
+    with pytest.raises(DataError, match=says):
+        list(RowReader("parquet", "text", False, None).values(path, "a.parquet", 0))
 
 
 def test_text_of_parquet_that_is_not_utf_8(tmp_path: Path) -> None:

@@ -238,13 +238,24 @@ def _columns(where: str, present: list[str], required: Sequence[str], optional: 
     """Return the columns to read.
 
     Raises:
-        DataError: a required one is not there.
+        DataError: a required one is not there, or one is there twice.
     """
     for column in required:
         if column not in present:
             raise _missing_column(where, column, present)
     wanted = present if EVERY_COLUMN in optional else optional
-    return list(dict.fromkeys([*required, *(name for name in wanted if name in present)]))
+    columns = list(dict.fromkeys([*required, *(name for name in wanted if name in present)]))
+    refuse_twins(where, columns, present)
+    return columns
+
+
+def refuse_twins(where: str, columns: Sequence[str], present: Sequence[str]) -> None:
+    """Refuse columns of which a file has several with one name: a row as a dict would have the last."""
+    for column in columns:
+        if present.count(column) > 1:
+            raise DataError(
+                f"{where}: {present.count(column)} columns have the name {column!r}; write the file with one"
+            )
 
 
 def _missing_column(where: str, column: str, present: list[str]) -> DataError:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from shardwise.data.compressed import UTF_8, opened_text
-from shardwise.data.readers import BATCH_ROWS, BESIDE_TOKENS, Columns, check_text, json_row, token_ids
+from shardwise.data.readers import BATCH_ROWS, BESIDE_TOKENS, Columns, check_text, json_row, refuse_twins, token_ids
 from shardwise.errors import DataError
 from shardwise.words import nearest
 
@@ -88,6 +88,7 @@ def streamed_parquet(path: Path, start: int, column: str) -> Iterator[Numbered]:
         wanted = [name for name in (column, *BESIDE_TOKENS) if name in present]
         if column not in present:
             raise DataError(f"{path}: no column {column!r} (data.field).{nearest(column, present)}")
+        refuse_twins(str(path), wanted, present)
         number = 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
