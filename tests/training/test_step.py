@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardwise.errors import DataError, ModelError
 from shardwise.job import devices
 from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED
 from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.testing.world import WorldPool
 from shardwise.training.init import fingerprint
@@ -234,6 +235,22 @@ def test_sums_in_fp32_train_as_those_in_fp64(world_pool: WorldPool, corpora: Pat
 def test_a_loss_function_that_counts_otherwise_is_refused(counted: bool) -> None:
     with nullcontext() if counted else pytest.raises(ModelError, match=r"model\.loss counts 8, the batches"):
         _check_count(7 if counted else 8, 7)
+
+
+def without_labels(job: Job) -> tuple[bool, float, float]:
+    run = set_up(job, CPU)
+    batches = run.stream.batches(0)
+    for batch in batches:
+        assert batch.labels is not None
+        batch.labels.fill_(IGNORED)
+    result = train_step(run.model, run.objective, batches, run.optimizer, run.scaler, 0)
+    return result.skipped, run.scaler.scale, evaluate(run.model, run.objective, [batches]).loss
+
+
+def test_without_a_label_there_is_no_loss_and_no_overflow(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, layers=1, precision={"compute": "fp16"})
+    [(skipped, scale, loss)] = world_pool.run(1, without_labels, job)
+    assert (skipped, scale) == (True, 2.0**16) and math.isnan(loss)
 
 
 class ManyLabels(LanguageModelling):

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.errors import OutputError
+from shardwise.checkpoint.manifest import Progress
+from shardwise.errors import OutputError, ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.observe.display import Display
 from shardwise.observe.metrics import MetricsWriter
 from shardwise.observe.output_disk import writing
 from shardwise.testing.world import WorldPool
 from shardwise.training.output import write_run
-from shardwise.training.trainer import train_rank
+from shardwise.training.step import StepResult
+from shardwise.training.trainer import MOST_SKIPPED, Trainer, train_rank
 from tests.parity.jobs import Points, make_module_job
 
 
@@ -44,8 +48,16 @@ def test_steps_that_were_skipped_are_counted_and_a_loss_of_ones_own_has_no_unit(
     job = job.model_copy(update={"output": str(tmp_path / "run")})
     said: list[str] = world_pool.run(1, last_words, job)[0]
     end = said[[line.startswith("skipped") for line in said].index(True) :]
-    assert end[0].endswith("4 of 4 steps: loss or gradients were not finite")
+    assert end[0].endswith("4 of 4 steps: loss or gradients were not finite, or no label was counted")
     assert end[1].startswith("validation loss") and "nats" not in end[1]
+
+
+def test_a_run_without_labels_ends_with_its_reason() -> None:
+    session: Any = SimpleNamespace(progress=Progress(skipped_in_a_row=MOST_SKIPPED))
+    trainer: Any = SimpleNamespace(session=session)
+    for count, says in ((0, "no label is counted; give labels other than -100"), (8, "gradients were not finite")):
+        with pytest.raises(ShardwiseError, match=says):
+            Trainer.check_skipped(trainer, StepResult(0.0, 0.0, count, max(count, 1), skipped=True, loss_scale=1.0))
 
 
 FULL = Path("/dev/full")

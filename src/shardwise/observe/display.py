@@ -215,7 +215,8 @@ def _figures(record: Record) -> dict[str, str]:
     figures["passes"] = _passes(record)
     figures["memory/rank"] = _memory(record.get("peak_memory_bytes"))
     if "loss" in record:
-        figures["skipped"] = "not finite" if record.get("skipped") else ""
+        why = "not finite" if record.get("tokens_per_second") else "no label"
+        figures["skipped"] = why if record.get("skipped") else ""
     return {name: value for name, value in figures.items() if value or name == "skipped"}
 
 

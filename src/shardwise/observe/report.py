@@ -114,7 +114,7 @@ def _figures(run: Mapping[str, Any], records: Sequence[Record]) -> Iterator[Figu
         yield Figure("TFLOP/s per rank", f"{median(flops):.3g}", f"{median(used):.1%} MFU" if used else "")
     yield from _prediction_figures(records, steps)
     if skipped := sum(bool(record.get("skipped")) for record in steps):
-        yield Figure("Skipped steps", str(skipped), "not finite")
+        yield Figure("Skipped steps", str(skipped), "not finite, or without a label")
 
 
 def _prediction_figures(records: Sequence[Record], steps: Sequence[Record]) -> Iterator[Figure]:

@@ -151,7 +151,8 @@ class Summary(Callback):
             session.note(f"early stop       after step {result['steps']}: {result['early_stop']}")
         if result["skipped"]:
             session.note(
-                f"skipped          {result['skipped']} of {result['steps']} steps: loss or gradients were not finite"
+                f"skipped          {result['skipped']} of {result['steps']} steps: loss or gradients were not finite, "
+                "or no label was counted"
             )
         is_cross_entropy = not session.job.model.factory and not session.job.reads_pairs
         counted = TASKS[session.job.model.task].counted

@@ -59,7 +59,7 @@ class StepResult:
         grad_norm: global L2 norm before clipping; the one that clips.
         count: counted labels on all ranks.
         divisor: number of what `loss` is the mean of, on all ranks.
-        skipped: the gradients were not finite and nothing was updated.
+        skipped: the gradients were not finite, or no label was counted, and nothing was updated.
         loss_scale: scale of this step's backward.
         stop: some rank asked to stop after this step.
         failed: some rank's last checkpoint failed.
@@ -87,7 +87,7 @@ class EvaluationResult(NamedTuple):
     """Outcome of one evaluation, equal on every rank.
 
     Attributes:
-        loss: mean loss of its counted labels, nats.
+        loss: mean loss of its counted labels, nats; NaN without any.
         metrics: what the objective measures beside it, by name.
     """
 
@@ -198,12 +198,13 @@ def train_step(
     agreed, counts = sums.control, sums.control.counts
     if step == 0:
         _check_count(round(sums.counted), counts.samples)
-    skipped, scale = counts.tokens == 0 or not math.isfinite(sums.norm), scaler.scale
+    is_finite, scale = math.isfinite(sums.norm), scaler.scale
+    skipped = counts.tokens == 0 or not is_finite
     if not skipped:
         _rescale(optimizer, sums.norm, scale, model.plan.job.optimizer.clip_norm)
         optimizer.step()
         model.update_router_biases()
-    scaler.update(overflow=skipped)
+    scaler.update(overflow=not is_finite)
     optimizer.zero_grad()
     return StepResult(
         normalisation.mean(sums.loss, counts),
@@ -241,7 +242,7 @@ def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Seque
     model.train()
     total, count, *sums = totals.tolist()
     loss = normalisation.mean(total, LossCounts(tokens=round(count), samples=round(count)))
-    return EvaluationResult(loss, objective.metrics(sums, round(count)))
+    return EvaluationResult(loss if count else math.nan, objective.metrics(sums, round(count)))
 
 
 def weighted(batches: Sequence[Batch], normalisation: Normalisation) -> Sequence[Batch]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from shardwise.data.batch import Batch
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError, DataError, ShardwiseError
 from shardwise.job.schema import Job
+from shardwise.job.tasks import IGNORED
 from shardwise.launch.interrupt import Interrupt
 from shardwise.observe.callback import Callback
 from shardwise.training.checkpoints import HostMemoryState
@@ -99,12 +100,18 @@ class Trainer:
         return bool(every) and self.session.steps_done % every == 0
 
     def check_skipped(self, result: StepResult) -> None:
-        """End a run whose gradients are never finite.
+        """End a run whose gradients are never finite, or that has nothing to learn.
 
         Raises:
-            ShardwiseError: with the loss and its scale.
+            DataError: no label is counted.
+            ShardwiseError: gradients are not finite; with the loss and its scale.
         """
         if self.session.progress.skipped_in_a_row == MOST_SKIPPED:
+            if not result.count:
+                raise DataError(
+                    f"nothing was trained on for {MOST_SKIPPED} steps, in the last of which no label is counted; give "
+                    f"labels other than {IGNORED}"
+                )
             raise ShardwiseError(
                 f"gradients were not finite for {MOST_SKIPPED} steps in a row (loss {result.loss}, loss scale "
                 f"{result.loss_scale:g}); lower optimizer.learning_rate or use precision.compute: bf16"
