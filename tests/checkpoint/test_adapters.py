@@ -203,15 +203,15 @@ def plain_run(world_pool: WorldPool, base: Path, tmp_path: Path) -> Path:
 
 
 def make_adapter(base: Path, target: Path, **keys: Any) -> Tensor:
-    """An adapter that peft wrote, whose B is not zero; returns the logits of the model with it."""
+    """An adapter that peft wrote, with B and saved modules as if trained; returns the logits of the model with it."""
     model = AutoModelForCausalLM.from_pretrained(base / "llama", dtype=torch.float64)
     config = LoraConfig(**{"r": 2, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], **keys})
     adapted = get_peft_model(model, config)
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if parameter.requires_grad and "lora_B" in name:
-                parameter.normal_(std=0.1)
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     adapted.save_pretrained(target)
     return logits(adapted)
 
@@ -221,7 +221,7 @@ def start(job: Job) -> None:
 
 
 def test_training_goes_on_from_an_adapter_of_peft(world_pool: WorldPool, base: Path, tmp_path: Path) -> None:
-    expected = make_adapter(base, tmp_path / "peft", use_rslora=True)
+    expected = make_adapter(base, tmp_path / "peft", use_rslora=True, modules_to_save=["norm"])  # each of the five
     still = {"learning_rate": 1e-30, "schedule": "constant", "warmup_steps": 0}
     job = a_job(
         base, tmp_path / "run", steps=2, adapter={"path": str(tmp_path / "peft")}, optimizer=still,

@@ -186,6 +186,17 @@ def test_verify_names_adapters_that_are_scaled_twice(world_pool: WorldPool, corp
     assert not wrong.agrees and wrong.fault == "adapter_scaled_twice", wrong.diagnosis
 
 
+def test_modules_are_saved_by_ends_of_names_as_in_peft(world_pool: WorldPool, corpora: Path) -> None:
+    """`norm` is the last norm and the two of each block; the oracle's own adapters have the same."""
+    job = adapter_job(corpora, "llama", "sequence 2", "lora", 0.0, modules_to_save=["norm"])
+    facts = study(job)
+    norms = {name for name in facts.parameter_shapes if "norm" in name}
+    assert len(norms) == 5 and norms.isdisjoint(facts.frozen)
+    for report in (world_pool.run(2, against_peft, job, facts)[0], world_pool.run(2, verify_one, job, 3, facts)[0]):
+        assert report is not None
+        assert report.agrees, (report.first, report.diagnosis)
+
+
 def initial_adapters(job: Job) -> dict[str, Tensor]:
     """Return the whole adapters as they start, on rank 0."""
     run = set_up(job, torch.device("cpu"))

@@ -120,9 +120,12 @@ def saved_parameters(facts: ModelFacts, modules: Sequence[str]) -> list[str]:
 
 
 def is_saved(parameter: str, modules: Iterable[str]) -> bool:
-    """Return True if one of `modules` holds the parameter, itself or below."""
+    """Return True if a module whose name ends with one of `modules` holds the parameter, itself or below.
+
+    As in peft an end may begin within a part of the name: `norm` is `model.norm` and each `input_layernorm`.
+    """
     owners = [parameter[:index] for index, mark in enumerate(parameter) if mark == "."]
-    return any(is_named(owner, module) for owner in owners for module in modules)
+    return any(owner.endswith(module) for owner in owners for module in modules)
 
 
 def is_adapter(parameter: str, layers: Container[str]) -> bool:

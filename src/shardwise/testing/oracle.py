@@ -618,7 +618,7 @@ def _is_trained(job: Job) -> Callable[[str], bool]:
         return not _is_named(name, job.model.freeze)
 
     def with_adapters(name: str) -> bool:
-        return ".lora_" in name or bool(saved and re.search(rf"(^|\.)({saved})\.", name))
+        return ".lora_" in name or bool(saved and re.search(rf"({saved})\.", name))
 
     return freely if settings.kind == "none" else with_adapters
 

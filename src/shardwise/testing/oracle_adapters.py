@@ -27,7 +27,7 @@ def adapt(model: nn.Module, settings: AdapterSection) -> nn.Module:
     if settings.kind == "none":
         return model
     repeated = [re.escape(name) for name in settings.modules_to_save]
-    left_out = re.compile(rf"(.*\.)?({'|'.join(repeated)})(\..*)?" if repeated else r"(?!)")
+    left_out = re.compile(rf".*({'|'.join(repeated)})(\..*)?" if repeated else r"(?!)")
     for name, layer in list(model.named_modules()):
         is_linear = type(layer) in (nn.Linear, Conv1D) and _in_a_block(name)
         if is_linear and _is_named(name, settings) and not left_out.fullmatch(name):
