@@ -314,6 +314,27 @@ def test_the_winner_is_a_job_that_train_takes(tmp_path: Path, capsys: pytest.Cap
     assert code and "is there already; name a new file" in err and job.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("wanted", "key"),
+    [
+        ({"tensor_parallel_degree": 1, "sequence_parallel": False}, "parallel.tensor_parallel_degree"),
+        ({"training.sequences_per_step": 64}, "training.sequences_per_step"),
+        ({"sharded_data_parallel_degree": None}, "parallel.sharded_data_parallel_degree"),
+    ],
+)
+def test_what_is_explained_is_written_against_the_jobs_own_keys(
+    wanted: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A default, another size of the step and a key that is unset again."""
+    given, written = tmp_path / "job.yaml", tmp_path / "written.yaml"
+    parallel = {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2}
+    training = {"sequences_per_step": 32}
+    given.write_text(json.dumps({"model": {"config": LLAMA}, "parallel": parallel, "training": training}))
+    words = ",".join(f"{name}={json.dumps(value)}" for name, value in wanted.items())
+    assert plan(capsys, str(given), "--cluster", "h100:4", "--explain", words, "--write", str(written))[0] == 0
+    assert lookup(load_job(written), key) == next(iter(wanted.values()))
+
+
 def test_a_job_for_several_hosts_says_how_they_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     words = ("--model", config(tmp_path), "--cluster", "dgx-h100:2", "--write", str(job))

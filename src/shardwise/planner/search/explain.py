@@ -13,7 +13,7 @@ from shardwise.plan.rules import rules
 from shardwise.planner.formulas.axis_traffic import AXIS_TRAFFIC
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.formulas.prediction import TrainingConfiguration
-from shardwise.planner.search.search import Candidate, SearchResult, written_keys
+from shardwise.planner.search.search import Candidate, SearchResult
 
 TRAFFIC = tuple(map(str, AXIS_TRAFFIC))  # exposed communication, by axis
 SCHEDULES = {  # said beside a layout; 1F1B is not
@@ -157,11 +157,11 @@ def refusals(result: SearchResult, most: int = 5) -> Iterator[tuple[int, str, st
 
 
 def chosen_keys(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
-    """Dotted key -> value of what the search chose beside the job's own keys; defaults are left out."""
+    """Dotted key -> value of what the search chose, or was asked for, where the job says otherwise."""
     job = result.question.job
-    changed = {key: value for key, value in written_keys(candidate) if value != lookup(type(job)(), key)}
+    changed = {key: value for key, value in candidate.changes.items() if value != lookup(job, key)}
     settled = {
-        "training.sequences_per_step": job.training.sequences_per_step,
+        "training.sequences_per_step": candidate.job.training.sequences_per_step,
         "precision.compute": candidate.plan.dtypes.compute,
     }
     return changed | {key: value for key, value in settled.items() if value is not None}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -399,8 +399,3 @@ def _value(candidate: Candidate, key: str) -> object:
         "training.gradient_accumulation": candidate.plan.accumulation,
     }
     return derived[key] if key in derived else lookup(candidate.job, key)
-
-
-def written_keys(candidate: Candidate) -> Iterator[tuple[str, object]]:
-    """(dotted key, value) of what the search chose, for a job file; values that are the default's are left out."""
-    yield from ((key, value) for key, value in candidate.changes.items() if value is not None)
