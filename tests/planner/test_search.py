@@ -335,6 +335,20 @@ def test_what_is_explained_is_written_against_the_jobs_own_keys(
     assert lookup(load_job(written), key) == next(iter(wanted.values()))
 
 
+def test_tokens_of_a_step_are_judged_as_in_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of 2.5 sequences were planned as two, and of half a sequence as one."""
+    words = ("--model", config(tmp_path), "--cluster", "cpu:2", "--data.sequence_length", "128", "--json")
+    for tokens in (64, 320):
+        code, _, err = plan(capsys, *words, "--training.tokens_per_step", str(tokens))
+        assert code and "a step holds whole sequences" in err
+    code, out, _ = plan(
+        capsys, *words, "--training.tokens_per_step", "512", "--explain", "training.tokens_per_step=1024"
+    )
+    assert code == 0
+    one, other = json.loads(out)["ranked"][0], json.loads(out)["explained"]
+    assert [each["keys"]["training.sequences_per_step"] for each in (one, other)] == [4, 8]
+
+
 def test_a_job_for_several_hosts_says_how_they_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     words = ("--model", config(tmp_path), "--cluster", "dgx-h100:2", "--write", str(job))

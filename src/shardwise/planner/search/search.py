@@ -376,12 +376,20 @@ def matching(result: SearchResult, wanted: Changes) -> Candidate | None:
 def of_changes(result: SearchResult, wanted: Changes) -> Candidate:
     """The best layout with other values at some keys, whether or not it fits. Raises LegalityError."""
     question = result.question
-    base = (result.best or result.misfits[0]).changes | wanted
+    base = (result.best or result.misfits[0]).changes | _one_size(wanted, question.job.data.sequence_length)
     if not wanted.keys() & {"training.microbatch_size", "training.gradient_accumulation"}:
         base = {key: value for key, value in base.items() if key != "training.microbatch_size"}
     plan = resolve(changed_job(question.job, base), world_of(question.cluster), question.facts)
     configuration = configuration_of(plan, question.facts, question.cluster, question.stack)
     return with_exact_memory(Candidate(base, plan, configuration, predict(configuration)), question.facts)
+
+
+def _one_size(wanted: Changes, length: int) -> Changes:
+    """Return `wanted` with the size of a step in both of its units, so that none of the job's own is left beside it."""
+    tokens = wanted.get("training.tokens_per_step")
+    if tokens is not None:
+        return {"training.sequences_per_step": tokens // length} | wanted
+    return ({"training.tokens_per_step": None} | wanted) if "training.sequences_per_step" in wanted else wanted
 
 
 def _has(wanted: Changes) -> Callable[[Candidate], bool]:

@@ -107,7 +107,6 @@ class SearchSpace:
             SHARDED: sharded,
             CHECKPOINTING: policy,
             "training.sequences_per_step": self.sequences,
-            "training.tokens_per_step": None,
         }
         if size is not None:
             changes[SIZE] = size
