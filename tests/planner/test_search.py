@@ -105,6 +105,14 @@ def test_no_combination_of_the_space_that_fits_is_faster() -> None:
     assert counted > 100
 
 
+def test_rows_that_fill_a_step_are_no_tokens() -> None:
+    """Of 32 sequences six ranks compute 36 rows."""
+    result = search(question("h100:6"))
+    assert result.best and result.best.plan.microbatch * result.best.plan.accumulation * 6 > 32
+    for candidate in result.ranked:
+        assert candidate.tokens_per_second * candidate.prediction.step_seconds == pytest.approx(32 * 512)
+
+
 def test_a_layout_whose_time_nobody_knows_is_none() -> None:
     """Tensor ranks that gather outputs are legal to train on, and no search puts them beside others."""
     asked = question("h100:2", training={"microbatch_size": 2})

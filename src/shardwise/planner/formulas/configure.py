@@ -38,6 +38,7 @@ def configuration_of(
         sequence=facts.positions(plan.sequence_length),
         microbatch=plan.microbatch,
         accumulation=plan.accumulation,
+        padding=plan.microbatch * plan.accumulation * plan.data_ranks - plan.sequences_per_step,
         virtual=len(plan.stages) // degrees[Axis.PIPELINE] if plan.stages else 1,
         schedule=parallel.pipeline,
         sequence_parallel=plan.sequence_parallel,

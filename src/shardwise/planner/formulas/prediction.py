@@ -343,7 +343,8 @@ class TrainingConfiguration:
     Attributes:
         replica, shard, context, tensor, pipeline, expert: the degree of each axis, under its name.
         imbalance: rows that come to the fullest rank of those that share experts, over the mean.
-        microbatch: sequences in one forward of one rank. accumulation: microbatches of a step.
+        microbatch: sequences in one forward of one rank. accumulation: microbatches of a step. padding: rows of a step,
+            over all ranks, that are computed and not counted.
         zero: what is sharded over the `shard` ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         placement: D (replica x shard x context), P and T in order, right-most varying fastest.
         checkpointing: `none`, `full`, `selective` (all but matrix products and attention is recomputed),
@@ -389,6 +390,7 @@ class TrainingConfiguration:
     sequence: int
     microbatch: int
     accumulation: int = 1
+    padding: int = 0
     replica: int = 1
     shard: int = 1
     context: int = 1
@@ -468,8 +470,8 @@ class TrainingConfiguration:
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step, over all ranks."""
-        return self.microbatch * self.accumulation * self.degree(*row_axes())
+        """Sequences of a step that count, over all ranks."""
+        return self.microbatch * self.accumulation * self.degree(*row_axes()) - self.padding
 
     @property
     def tokens(self) -> int:
