@@ -28,7 +28,7 @@ from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.planner.constants.inventory import cluster, presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.planner.formulas.configure import configuration_of
-from shardwise.planner.formulas.memory import estimate
+from shardwise.planner.formulas.memory import estimate, moments
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.search.explain import (
     Budget,
@@ -111,6 +111,33 @@ def test_rows_that_fill_a_step_are_no_tokens() -> None:
     assert result.best and result.best.plan.microbatch * result.best.plan.accumulation * 6 > 32
     for candidate in result.ranked:
         assert candidate.tokens_per_second * candidate.prediction.step_seconds == pytest.approx(32 * 512)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"memory": {"offload_parameters": True}},
+        {"memory": {"offload_parameters": True}, "adapter": {"kind": "lora"}},
+        {"memory": {"offload_optimizer": True}, "training": {"ema_decay": 0.99}},
+        {
+            "memory": {"offload_parameters": True},
+            "training": {"objective": "dpo", "ema_decay": 0.99},
+            "data": {"format": "preference", "path": "rows"},
+        },
+        {
+            "memory": {"offload_activations": True, "activation_checkpointing": "selective", "checkpoint_every": 2},
+            "parallel": {"tensor_parallel_degree": 2, "sequence_parallel": True},
+        },
+    ],
+)
+def test_a_hosts_memory_is_what_the_closed_form_moves_there(sections: dict[str, Any]) -> None:
+    """Of both embeddings, of frozen weights, of a copy and averages, of a part of the sequence."""
+    asked = question("h100:4", **{"training": {"gradient_accumulation": 2}, **sections})
+    job = asked.job.model_copy(update={"model": asked.job.model.model_copy(update={"config": LLAMA})})
+    facts = discover(build_model(job), job)
+    plan = resolve(job, world_of(asked.cluster), facts)
+    most = max(moment.host for moment in moments(plan, facts))
+    assert predict(configuration_of(plan, facts, asked.cluster)).host_bytes == pytest.approx(most, rel=0.02)
 
 
 def test_a_layout_whose_time_nobody_knows_is_none() -> None:

@@ -186,6 +186,13 @@ def tokens_of(configuration: TrainingConfiguration) -> int:
     return max(1, configuration.microbatch * configuration.sequence // configuration.context)
 
 
+def checkpoint_bytes(configuration: TrainingConfiguration) -> float:
+    """Return the bytes of a checkpointed block's input on one rank, of which tensor ranks that share the sequence have
+    a part each."""
+    row = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
+    return row / configuration.tensor if configuration.sequence_parallel else row
+
+
 def block_work(configuration: TrainingConfiguration) -> tuple[KernelWork, KernelWork]:
     """(forward, backward) of one block without recomputation."""
     model, t = configuration.model, configuration.tensor

@@ -69,6 +69,7 @@ def configuration_of(
         whole_in_step=plan.splits_backward,
         trained=facts.trained_parameters / max(1, facts.parameters),
         reference="" if plan.reference == "precomputed" else plan.reference,
+        averages=job.training.ema_decay is not None,
         kept_blocks=_last_unit(plan, len(facts.blocks)) if plan.keeps_last_unit else 0,
     )
     if degrees[Axis.EXPERT] == 1:

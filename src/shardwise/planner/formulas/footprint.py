@@ -41,8 +41,8 @@ from itertools import pairwise
 
 from shardwise.job.axes import state_axes
 from shardwise.plan.draft import SPLIT_SCHEDULES, V_SCHEDULES
-from shardwise.planner.formulas.axis_traffic import block_elements, elements_of_rank
-from shardwise.planner.formulas.compute import BYTES, expert_rows, tokens_of
+from shardwise.planner.formulas.axis_traffic import RankElements, block_elements, elements_of_rank
+from shardwise.planner.formulas.compute import BYTES, checkpoint_bytes, expert_rows, tokens_of
 from shardwise.planner.formulas.layer import BlockTime, block_time, blocks_ahead
 from shardwise.planner.formulas.prediction import ModelShape, TrainingConfiguration
 
@@ -73,20 +73,19 @@ def stage_footprints(configuration: TrainingConfiguration, layer: BlockTime | No
 def host_bytes(configuration: TrainingConfiguration) -> float:
     """Bytes of the host's memory of the rank that takes most: what offloading puts there, and copies of the state.
 
-    Offloading puts parameters, gradients and Adam's states in fp32 there, of updates beside backward the states before
-    too; inputs of checkpointed blocks.
+    Offloading puts parameters in fp32 there, of trained ones gradients, Adam's states and averages, and a frozen copy;
+    of updates beside backward the states before too; inputs of checkpointed blocks.
     """
-    model, size, largest = configuration.model, 0.0, 0.0
-    data = configuration.degree(*state_axes())
-    if configuration.offload_activations and configuration.checkpointing == "full":
-        size = configuration.checkpointed * tokens_of(configuration) * model.hidden * BYTES[configuration.precision]
+    size, largest = 0.0, 0.0
+    if configuration.offload_activations and configuration.checkpointing != "none":
+        size = configuration.checkpointed * checkpoint_bytes(configuration)
     for rank in range(configuration.pipeline):
         blocks = _blocks(configuration, rank)
-        block = block_elements(configuration)
-        elements = blocks * block.sharded(configuration) + model.embedding_parameters / configuration.tensor / data
-        updated = configuration.host_updates * configuration.trained * elements
-        states = 16 * elements if configuration.host_optimizer else 0.0
-        states += (16 + 8 * configuration.updates_in_backward) * updated
+        elements = _elements(configuration, rank)[0].sharded(configuration)
+        trained = configuration.trained * elements
+        copied, averaged = configuration.reference == "copy", configuration.averages
+        states = configuration.host_optimizer * (4 * (1 + copied) * elements + 4 * (3 + averaged) * trained)
+        states += (16 + 8 * configuration.updates_in_backward) * configuration.host_updates * trained
         states += COPIES * state_copy_bytes(configuration, blocks)
         largest = max(largest, states + blocks * size * _in_flight(configuration, rank))
     return largest
@@ -103,18 +102,13 @@ def state_copy_bytes(configuration: TrainingConfiguration, blocks: int) -> float
 
 
 def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working: float) -> dict[str, float]:
-    model, t, p = configuration.model, configuration.tensor, configuration.pipeline
-    in_v = configuration.schedule in V_SCHEDULES
-    blocks = _blocks(configuration, rank)
-    first, last = rank == 0, rank == (0 if in_v else p - 1)
-    ends = model.embedding_parameters * (1 if model.tied and first and last else first + last)
-    block = block_elements(configuration)
-    elements = blocks * block.shared + ends / t
-    causes = _states(configuration, elements, configuration.degree(*state_axes()))
-    if block.own:
-        own = _states(configuration, blocks * block.own, configuration.expert_shards)
+    blocks, last = _blocks(configuration, rank), _is_last(configuration, rank)
+    elements, ends = _elements(configuration, rank)
+    causes = _states(configuration, elements.shared, configuration.degree(*state_axes()))
+    if elements.own:
+        own = _states(configuration, elements.own, configuration.expert_shards)
         causes = {cause: size + own[cause] for cause, size in causes.items()}
-    causes |= _buffers(configuration, elements + blocks * block.own, ends / t)
+    causes |= _buffers(configuration, sum(elements), ends)
     causes["activations"] = configuration.stack.activations * kept * blocks * _in_flight(configuration, rank)
     logits = _logits(configuration) if last else 0.0
     causes["working"] = max(0.0, working - logits)
@@ -122,6 +116,19 @@ def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working:
     causes["slack"] = configuration.stack.memory_gb * GB
     causes["pending"] = 0.0
     return causes
+
+
+def _is_last(configuration: TrainingConfiguration, rank: int) -> bool:
+    """Return whether a pipeline rank has the head."""
+    return rank == (0 if configuration.schedule in V_SCHEDULES else configuration.pipeline - 1)
+
+
+def _elements(configuration: TrainingConfiguration, rank: int) -> tuple[RankElements, float]:
+    """Return a pipeline rank's elements before sharding, and how many of them stand first and last in the model."""
+    model, first, last = configuration.model, rank == 0, _is_last(configuration, rank)
+    ends = model.embedding_parameters * (1 if model.tied and first and last else first + last) / configuration.tensor
+    blocks, block = _blocks(configuration, rank), block_elements(configuration)
+    return RankElements(blocks * block.shared + ends, blocks * block.own), ends
 
 
 def _pending(configuration: TrainingConfiguration, layer: BlockTime, rank: int) -> float:
@@ -175,6 +182,8 @@ def _in_flight(configuration: TrainingConfiguration, rank: int) -> float:
 def _states(configuration: TrainingConfiguration, elements: float, data: int) -> dict[str, float]:
     """Return the bytes of parameters, gradients, optimizer state and a frozen copy of `elements` over `data` ranks."""
     states = _trained_states(configuration, elements, data)
+    if configuration.averages and not configuration.host_optimizer:
+        states["ema"] = 4 * elements * configuration.trained / (data if configuration.zero else 1)
     if configuration.reference != "copy" or configuration.host_optimizer:
         return states
     return states | {"reference": 4 * elements / (data if configuration.zero == 3 else 1)}
@@ -253,8 +262,8 @@ def _activations(configuration: TrainingConfiguration) -> tuple[float, float]:
     kept = kept_by_policy.get(configuration.checkpointing, whole)
     if configuration.keeps_expert_rows:
         kept += 2 * model.expert_layers * expert_rows(configuration) * model.hidden * size
-    if configuration.checkpointing == "full" and configuration.offload_activations:
-        kept = 0.0
+    if configuration.checkpointing != "none" and configuration.offload_activations:
+        kept -= between
     recomputed = (whole - kept) if fraction else 0.0
     return fraction * kept + (1 - fraction) * whole, recomputed + 2 * row + inner / 2
 

@@ -20,9 +20,9 @@ from shardwise.planner.formulas.compute import (
     BYTES,
     KernelWork,
     block_work,
+    checkpoint_bytes,
     kernels_of_block,
     recomputed_work,
-    tokens_of,
 )
 from shardwise.planner.formulas.prediction import TrainingConfiguration
 from shardwise.planner.formulas.unit_passes import block_passes
@@ -118,12 +118,11 @@ def _host_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
     """
     forward = backward = 0.0
     if configuration.offload_activations and configuration.checkpointing != "none":
-        forward = float(tokens_of(configuration) * configuration.model.hidden * BYTES[configuration.precision])
-        backward = forward
+        forward = backward = configuration.checkpointed * checkpoint_bytes(configuration)
     if configuration.host_optimizer:
         shard = 4.0 * block_elements(configuration).sharded(configuration)
         forward += shard
-        backward += shard * (2 if configuration.reshard_after_forward else 1)
+        backward += shard * (configuration.trained + configuration.reshard_after_forward)
     bandwidth = host_bandwidth(configuration.cluster.accelerator)
     return forward / bandwidth, backward / bandwidth
 

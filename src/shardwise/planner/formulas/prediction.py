@@ -372,6 +372,7 @@ class TrainingConfiguration:
             with several stages a rank has one (arXiv 2603.07685).
         trained: share of the parameters that have gradients and optimizer state.
         reference: a preference loss's reference runs forward ahead of each step: `adapters_off`, or a `copy`.
+        averages: moving averages of the weights are kept (`training.ema_decay`).
         offload_optimizer: share of the trained parameters whose optimizer state is in host memory.
         orthogonalized: bytes that a rank receives for Muon's iterations in a step, and their FLOPs.
         updates_in_backward: these are updated while the last backward runs.
@@ -429,6 +430,7 @@ class TrainingConfiguration:
     reshard_after_forward: bool = True
     trained: float = 1.0
     reference: str = ""
+    averages: bool = False
     kept_blocks: int = 0
     whole_in_step: bool = False
     imbalance: float = IMBALANCE
