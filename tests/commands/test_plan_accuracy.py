@@ -57,6 +57,15 @@ def test_all_rows_are_printed_as_they_are_asked_for(tmp_path: Path, capsys: pyte
     assert any("not scored" in line for line in lines)
 
 
+def test_tables_of_one_name_are_all_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last one's rows were all that was counted."""
+    (tmp_path / "other").mkdir()
+    copy = changed_table(tmp_path / "other" / TABLE.name, lambda row: None)
+    assert main(["plan", "evaluate", str(TABLE), copy, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["rows"]) == 2 * ROWS and {row["table"] for row in said["rows"]} == {str(TABLE), copy}
+
+
 def test_wrong_options_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "evaluate", str(TABLE), "--probe-rows", "-1"]) == 2
     assert "'-1' is not a whole number from 0" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,11 @@ def run_evaluate(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if options.probe_seed and not options.probe_rows:
         raise ConfigError(f"--probe-seed={options.probe_seed} does nothing without --probe-rows; give both")
     constants = read_constants(Path(options.constants)) if options.constants else None
-    by_table = {}
-    for path in map(Path, options.tables):
+    by_table, paths = {}, list(dict.fromkeys(map(Path, options.tables)))
+    stems = Counter(path.stem for path in paths)
+    for path in paths:
         rows = read_table(path)
-        by_table[path.stem] = evaluate_rows(
+        by_table[path.stem if stems[path.stem] == 1 else str(path)] = evaluate_rows(
             rows,
             constants,
             options.probe_rows,
