@@ -373,6 +373,20 @@ def test_muons_iterations_take_products_and_traffic() -> None:
     assert seconds(1e9, 1e13) == pytest.approx(alone + products + over_nodes)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("accelerator: H100\nnodes: 2\nnodes: 4\n", "key 'nodes' is given twice"),
+        ("accelerator: H100\n1: 2\n", "unknown key 1"),
+        ("accelerator: H100\nnodes: true\n", "nodes=True has to be a number"),
+    ],
+)
+def test_a_clusters_file_is_read_like_a_job(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        cluster(str(tmp_path / "mine.yaml"))
+
+
 def test_a_clusters_file_has_whole_nodes(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("accelerator: H100\nnodes: 2\nintra: 450\nhost_gb: 1024\n")

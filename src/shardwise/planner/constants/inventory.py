@@ -18,9 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shardwise.errors import ConfigError
+from shardwise.job.sources import parse_yaml
 from shardwise.planner.constants.hardware import ACCELERATORS, GIB, USABLE, Accelerator, find_accelerator, read_data
 from shardwise.planner.formulas.prediction import Cluster, Fabric, ModelShape, Stack, TrainingConfiguration
 from shardwise.words import nearest, nearest_file
@@ -238,10 +237,10 @@ _KEYS = (*_WORDS, *_COUNTS, "intra", "inter_gbps", "memory_gb", "host_gb")
 
 def _from_file(path: Path) -> Cluster:
     try:
-        row = yaml.safe_load(path.read_text())
+        row = parse_yaml(path.read_text(encoding="utf-8"), f"cluster={path}")
     except FileNotFoundError:
         raise ConfigError(f"cluster={path} does not exist.{nearest_file(path, '.yaml', '.yml')}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster={path}: {error}") from error
     if not isinstance(row, dict) or not {"accelerator", "instance"} & set(row):
         raise ConfigError(
@@ -249,10 +248,10 @@ def _from_file(path: Path) -> Cluster:
         )
     for key, value in row.items():
         if key not in _KEYS:
-            raise ConfigError(f"cluster={path}: unknown key {key!r}.{nearest(key, _KEYS)}")
+            raise ConfigError(f"cluster={path}: unknown key {key!r}.{nearest(str(key), _KEYS)}")
         if key in _WORDS and not isinstance(value, str):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a name")
-        if key not in _WORDS and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        if key not in _WORDS and not (type(value) in (int, float) and 0 < value < math.inf):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a number above 0")
         if key in _COUNTS and value != int(value):
             raise ConfigError(f"cluster={path}: {key}={value!r} has to be a whole number")
