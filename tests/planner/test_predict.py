@@ -373,6 +373,13 @@ def test_muons_iterations_take_products_and_traffic() -> None:
     assert seconds(1e9, 1e13) == pytest.approx(alone + products + over_nodes)
 
 
+def test_processes_of_a_cpu_share_their_hosts_memory(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("accelerator: cpu\nper_node: 4\nhost_gb: 64\n")
+    found = [cluster(text).accelerator.memory_bytes / GIB for text in ("c5.xlarge:2", "m5.24xlarge:1", str(path))]
+    assert found == [8, 384, 16]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

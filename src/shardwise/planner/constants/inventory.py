@@ -157,9 +157,9 @@ def cluster(text: str) -> Cluster:
     SageMaker's names of instance types (`ml.p5.48xlarge`) are taken too. A file's keys: accelerator, or `instance` (a
     type of which the other keys are taken where they are not given), nodes, per_node, intra (GB/s of one accelerator,
     one direction; unset: its own links'), inter_gbps (Gbit/s of a node; unset: as in the vendor's machines), link and
-    fabric (names of data/fabrics.json), memory_gb (of one accelerator), host_gb (of a node's own memory; unset: what is
-    offloaded is taken to fit), cpus and efa (of a node; for `shardwise launch`), domain (accelerators that the
-    links join across nodes, 72 in NVL72). Raises ConfigError.
+    fabric (names of data/fabrics.json), memory_gb (of one accelerator; unset on a CPU: its share of host_gb), host_gb
+    (of a node's own memory; unset: what is offloaded is taken to fit), cpus and efa (of a node; for `shardwise
+    launch`), domain (accelerators that the links join across nodes, 72 in NVL72). Raises ConfigError.
     """
     if Path(text).suffix in (".yaml", ".yml"):
         return _from_file(Path(text))
@@ -213,6 +213,8 @@ def _cluster(name: str, row: dict[str, Any], nodes: int) -> Cluster:
     device = CPU if on_cpu else accelerator(row["accelerator"])
     if "memory_gb" in row:
         device = replace(device, memory_bytes=int(row["memory_gb"] * GIB * USABLE))
+    elif on_cpu and row.get("host_gb"):  # which the processes of a node share
+        device = replace(device, memory_bytes=int(row["host_gb"] * GIB / row.get("per_node", 8)))
     intra, inter = row.get("intra", device.link), row.get("inter_gbps", usual_network(device)) / 8
     own_link = fabrics()["shared-memory"] if on_cpu else link_of(intra)
     return Cluster(
