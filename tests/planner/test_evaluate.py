@@ -223,6 +223,7 @@ Change = Callable[[dict[str, str]], None]
 WRONG: dict[str, tuple[str, str, str]] = {
     "text for a number": ("mbs", "eight", "column mbs: 'eight' is not a number"),
     "negative": ("tp", "-1", "column tp: -1 is impossible"),
+    "a fraction": ("tp", "1.5", "column tp: 1.5 has to be a whole number"),
     "nothing": ("hidden", "0", "column hidden: 0 is impossible"),
     "parameters, not billions": ("params_b", "13100000000", "column params_b"),
     "millions": ("params_b", "13100", "column params_b: 13100 billion"),

@@ -33,6 +33,10 @@ COLUMNS = (
 OPTIONAL_NUMBERS = {
     "experts": 1e5, "topk": 1e4, "moe_ffn": 1e7, "shared_ffn": 1e7, "dense_layers": 1e4, "active_b": 1e5,
 }  # fmt: skip
+_FRACTIONS = (
+    *("params_b", "gpu_mem_gb", "intra_GBps_per_gpu", "inter_Gbps_per_node", "mbs", "active_b"),
+    *("tflops_gpu", "mfu_pct", "hfu_pct", "tok_s_gpu", "step_s", "mem_gb"),
+)
 _ZERO_ALLOWED = ("zero_stage", "shared_ffn", "dense_layers")
 _FREE_TEXT = ("source", "url", "provenance", "table", "assumed", "notes")
 
@@ -64,6 +68,8 @@ def _row(path: Path, index: int, record: dict[str, str]) -> Row:
     for column, most in {**NUMBERS, **OPTIONAL_NUMBERS}.items():
         if text.get(column):
             numbers[column] = _number(f"{where}, column {column}", text[column], column in _ZERO_ALLOWED, most)
+            if column not in _FRACTIONS and numbers[column] % 1:
+                raise TableError(f"{where}, column {column}: {text[column]} has to be a whole number")
     row = Row(text, numbers, tuple(column for column in suggested if text[column]))
     _check(where, row)
     return row
