@@ -28,6 +28,7 @@ from shardwise.plan.step_sizes import SizeStage, StepSizes
 from shardwise.planner.constants.inventory import cluster, presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.planner.formulas.configure import configuration_of
+from shardwise.planner.formulas.local import MachineConstants, constants_path, keep_constants
 from shardwise.planner.formulas.memory import estimate, moments
 from shardwise.planner.formulas.predict import predict
 from shardwise.planner.search.explain import (
@@ -382,6 +383,25 @@ def test_tokens_of_a_step_are_judged_as_in_training(tmp_path: Path, capsys: pyte
     assert code == 0
     one, other = json.loads(out)["ranked"][0], json.loads(out)["explained"]
     assert [each["keys"]["training.sequences_per_step"] for each in (one, other)] == [4, 8]
+
+
+def test_a_cpu_that_was_measured_corrects_its_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does what a run says of itself beforehand; of any other CPU nothing is known, and a note says so."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ("--model", config(tmp_path), "--parallel.device", "cpu", "--data.sequence_length", "128", "--json")
+    seconds = []
+    for factor in (1.0, 3.0):
+        keep_constants(MachineConstants({2: 0.03}, {2: 6.0}, 2.0, 1e-4, {2: factor}, 1e7, "a test"))
+        said = json.loads(plan(capsys, *words)[1])
+        seconds.append(said["ranked"][0]["step_seconds"])
+        assert not any("no datasheet" in note for note in said["notes"])
+    assert seconds[1] == pytest.approx(3 * seconds[0])
+    described = json.loads(plan(capsys, *words, "--cluster", "cpu:2")[1])
+    constants_path().unlink()
+    for said in (described, json.loads(plan(capsys, *words)[1])):
+        assert any("no datasheet" in note for note in said["notes"])
 
 
 def test_a_job_for_several_hosts_says_how_they_meet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

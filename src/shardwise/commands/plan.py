@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 PRESET_POSITIONS = 2048  # tokens in a sequence of a preset, where the job does not say
 TOP, LIMIT = 8, 10_000  # layouts that are shown, combinations that are looked at
+UNMEASURED = (
+    "a CPU has no datasheet: times are those of an assumed one and rank layouts alone; after `shardwise plan "
+    "calibrate`, a plan without --cluster has this machine's"
+)
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -108,7 +112,8 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
     from shardwise.model.build import build_model
     from shardwise.model.discover import discover
     from shardwise.planner.constants.inventory import cluster
-    from shardwise.planner.search.search import SearchQuestion
+    from shardwise.planner.formulas.local import is_calibrated, stack_here
+    from shardwise.planner.search.search import SearchQuestion, world_of
     from shardwise.training.setup import study, study_shapes
 
     notes: list[str] = []
@@ -135,7 +140,10 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
             f"samples are counted as data.sequence_length={job.data.sequence_length} tokens; --trace takes their own "
             "shapes from the data"
         )
-    return SearchQuestion(job, facts, where or local_cluster(job)), notes
+    there = where or local_cluster(job)
+    world = world_of(there)
+    notes += [UNMEASURED] * (world.device_type == "cpu" and (where is not None or not is_calibrated(world)))
+    return SearchQuestion(job, facts, there, stack_here(world) if where is None else None), notes
 
 
 def _with_known_format(job: Job) -> Job:

@@ -20,7 +20,7 @@ from shardwise.job.devices import Feature, device_kind
 from shardwise.observe.callback import Callback, ObservedSession
 from shardwise.observe.metrics import Record
 from shardwise.planner.formulas.configure import configuration_of
-from shardwise.planner.formulas.local import cluster_of, growth, is_calibrated, stack_here, step_factor
+from shardwise.planner.formulas.local import cluster_of, growth, is_calibrated, stack_here
 from shardwise.planner.formulas.memory import estimate
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
 from shardwise.planner.formulas.predict import predict
@@ -72,9 +72,7 @@ class Forecast:
             prediction = predict(configuration_of(plan, facts, cluster, stack_here(plan.world)))
         except LegalityError as error:
             return cls(memory, reason=str(error), resident=resident)
-        factor = step_factor(plan.world)
-        low, high = prediction.interval
-        return cls(memory, prediction.step_seconds * factor, (low * factor, high * factor), resident=resident)
+        return cls(memory, prediction.step_seconds, prediction.interval, resident=resident)
 
     @property
     def peak(self) -> float:

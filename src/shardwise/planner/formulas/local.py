@@ -125,17 +125,9 @@ def growth(activations: float) -> float:
 
 
 def stack_here(world: World) -> Stack:
-    """Shardwise's constants; on a CPU whose step time was measured with the spread that its own factor leaves."""
-    stack = own_stack()
-    if world.device_type != "cpu":
+    """Shardwise's constants; on a CPU that was measured with its own correction of a step, and the spread it leaves."""
+    stack, constants = own_stack(), machine_constants()
+    if world.device_type != "cpu" or constants is None:
         return stack
     measured = probed([alike(0.0, 0.0)], Prior(USUAL, USUAL, stack.wait_spread, USUAL_ROWS))
-    return replace(stack, spread=measured.spread)
-
-
-def step_factor(world: World) -> float:
-    """Return the factor by which this machine's own measurement corrects a predicted step; 1 on accelerators."""
-    constants = machine_constants()
-    if world.device_type != "cpu" or constants is None:
-        return 1.0
-    return constants.factor(world.size)
+    return replace(stack, spread=measured.spread, step_factor=constants.factor(world.size))

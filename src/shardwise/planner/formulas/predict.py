@@ -108,7 +108,7 @@ def _seconds(configuration: TrainingConfiguration, layer: BlockTime, totals: Seq
     full = max(totals, default=0.0) > FULL * configuration.cluster.accelerator.memory_bytes
     seconds["stalls"] = _stalls(configuration, full)
     seconds["stragglers"] = STRAGGLERS * math.log2(configuration.cluster.nodes) * sum(seconds.values())
-    return seconds
+    return {cause: value * configuration.stack.step_factor for cause, value in seconds.items()}
 
 
 def _ends(configuration: TrainingConfiguration) -> KernelWork:

@@ -303,6 +303,7 @@ class Stack:
         spread: log-standard deviation of what is measured about what is predicted, of computation.
         wait_spread: and what a step that is all traffic, launching and waiting adds to it (`Prediction.waits`).
         memory_spread: likewise of memory.
+        step_factor: a measured step against the prediction by all of the above, on a machine that was measured.
         offset: scale of how far its `matmul` departs from what stands here (logarithm), before a probe of some rows.
         source: rows these were fitted on, and how well they fit.
     """
@@ -333,6 +334,7 @@ class Stack:
     wait_spread: float = 0.3
     memory_spread: float = 0.06
     offset: float = 0.07
+    step_factor: float = 1.0
     source: str = "not fitted"
 
 
