@@ -31,6 +31,7 @@ from shardwise.planner.formulas.configure import configuration_of
 from shardwise.planner.formulas.local import MachineConstants, constants_path, keep_constants
 from shardwise.planner.formulas.memory import estimate, moments
 from shardwise.planner.formulas.predict import predict
+from shardwise.planner.formulas.prediction import Prediction
 from shardwise.planner.search.explain import (
     Budget,
     candidate_data,
@@ -154,6 +155,23 @@ def test_a_layout_whose_time_nobody_knows_is_none() -> None:
     with pytest.raises(LegalityError, match="does not know what it takes to gather the outputs"):
         configuration_of(plan, asked.facts, asked.cluster)
     assert remedies(plan, asked.facts, asked.cluster, 1e9) == []
+
+
+def test_stages_that_the_job_cuts_set_the_pace() -> None:
+    """Five blocks of six on one rank took the time of three."""
+
+    def prediction(*sizes: int) -> Prediction:
+        stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        partition = {block.name: stage for block, stage in zip(facts_of("small").blocks, stages, strict=True)}
+        parallel = {"pipeline_parallel_degree": 2, "auto_partition": False, "partition": partition}
+        asked = question("h100:2", parallel=parallel)
+        plan = resolve(asked.job, world_of(asked.cluster), asked.facts)
+        return predict(configuration_of(plan, asked.facts, asked.cluster))
+
+    even, first, last = prediction(3, 3), prediction(5, 1), prediction(1, 5)
+    assert first.seconds["attention"] == last.seconds["attention"] == pytest.approx(even.seconds["attention"] * 5 / 3)
+    assert even.step_seconds < first.step_seconds < last.step_seconds  # which has the head
+    assert first.stage_memory[0] > even.stage_memory[0] > last.stage_memory[0]
 
 
 def test_what_the_job_sets_stays() -> None:

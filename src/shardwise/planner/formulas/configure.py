@@ -64,6 +64,7 @@ def configuration_of(
         compile=job.model.compile,
         dropout=dropout,
         balanced=parallel.auto_partition,
+        rank_blocks=() if parallel.auto_partition else _rank_blocks(plan),
         chunked_loss=plan.chunked_loss,
         reshard_after_forward=parallel.reshard_after_forward,
         whole_in_step=plan.splits_backward,
@@ -86,6 +87,12 @@ def _refuse_gathered_outputs(plan: Plan, facts: ModelFacts) -> None:
             "of split layers; use 1 where it is to say a step's time",
             "tensor-without-a-time",
         )
+
+
+def _rank_blocks(plan: Plan) -> tuple[int, ...]:
+    """Return the blocks of each pipeline rank; none without a pipeline."""
+    ranks = range(plan.degrees[Axis.PIPELINE] if plan.stages else 0)
+    return tuple(sum(len(plan.stages[stage]) for stage in plan.stages_of(rank)) for rank in ranks)
 
 
 def _last_unit(plan: Plan, blocks: int) -> int:

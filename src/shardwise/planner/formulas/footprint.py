@@ -102,7 +102,7 @@ def state_copy_bytes(configuration: TrainingConfiguration, blocks: int) -> float
 
 
 def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working: float) -> dict[str, float]:
-    blocks, last = _blocks(configuration, rank), _is_last(configuration, rank)
+    blocks, last = _blocks(configuration, rank), has_head(configuration, rank)
     elements, ends = _elements(configuration, rank)
     causes = _states(configuration, elements.shared, configuration.degree(*state_axes()))
     if elements.own:
@@ -118,14 +118,14 @@ def _rank(configuration: TrainingConfiguration, rank: int, kept: float, working:
     return causes
 
 
-def _is_last(configuration: TrainingConfiguration, rank: int) -> bool:
+def has_head(configuration: TrainingConfiguration, rank: int) -> bool:
     """Return whether a pipeline rank has the head."""
     return rank == (0 if configuration.schedule in V_SCHEDULES else configuration.pipeline - 1)
 
 
 def _elements(configuration: TrainingConfiguration, rank: int) -> tuple[RankElements, float]:
     """Return a pipeline rank's elements before sharding, and how many of them stand first and last in the model."""
-    model, first, last = configuration.model, rank == 0, _is_last(configuration, rank)
+    model, first, last = configuration.model, rank == 0, has_head(configuration, rank)
     ends = model.embedding_parameters * (1 if model.tied and first and last else first + last) / configuration.tensor
     blocks, block = _blocks(configuration, rank), block_elements(configuration)
     return RankElements(blocks * block.shared + ends, blocks * block.own), ends
@@ -140,6 +140,8 @@ def _pending(configuration: TrainingConfiguration, layer: BlockTime, rank: int) 
 
 def _blocks(configuration: TrainingConfiguration, rank: int) -> int:
     """Blocks of a pipeline rank; in a V it has a stage on the way down and one on the way up."""
+    if configuration.rank_blocks:
+        return configuration.rank_blocks[rank]
     model, p, by_cost = configuration.model, configuration.pipeline, configuration.cuts_by_cost
     if configuration.schedule not in V_SCHEDULES:
         return stage_blocks(model, p, by_cost)[rank]

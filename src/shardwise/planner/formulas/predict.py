@@ -28,7 +28,7 @@ from shardwise.plan.draft import SPLIT_SCHEDULES
 from shardwise.planner.formulas.axis_traffic import StageWork, elements_of_rank, step_traffic
 from shardwise.planner.formulas.communication import overlapped_seconds, rank_group
 from shardwise.planner.formulas.compute import OPTIMIZER_BYTES, KernelWork, head_work, optimizer_seconds, wide_rates
-from shardwise.planner.formulas.footprint import host_bytes, stage_footprints, state_copy_bytes
+from shardwise.planner.formulas.footprint import has_head, host_bytes, stage_footprints, state_copy_bytes
 from shardwise.planner.formulas.layer import BlockTime, block_time, host_bandwidth, message_waits
 from shardwise.planner.formulas.prediction import EIGHTY, Prediction, TrainingConfiguration
 from shardwise.planner.formulas.unit_passes import step_passes
@@ -121,6 +121,9 @@ def _slowest(configuration: TrainingConfiguration, layer: float, ends: float) ->
     layers, p = configuration.model.layers, configuration.pipeline
     if p == 1:
         return layers, True
+    if configuration.rank_blocks:
+        sizes = [(size, has_head(configuration, rank)) for rank, size in enumerate(configuration.rank_blocks)]
+        return max(sizes, key=lambda rank: rank[0] * layer + rank[1] * ends)
     if not configuration.cuts_by_cost:
         return -(-layers // p), True
     best = (math.inf, layers, True)

@@ -361,6 +361,7 @@ class TrainingConfiguration:
             section 4.1).
         balanced: the pipeline's stages are cut by cost; else blocks are shared out evenly and the ends come on top.
             None: as the stack does it.
+        rank_blocks: blocks of each pipeline rank where the job itself cuts the stages; else empty.
         masked: attention computes all keys of each query, and masks them.
         masks_windows: where it does not see all, likewise.
         captured: share of a block's launches that CUDA graphs make.
@@ -428,6 +429,7 @@ class TrainingConfiguration:
     own_regions: bool = False
     scattered_messages: bool = False
     balanced: bool | None = None
+    rank_blocks: tuple[int, ...] = ()
     chunked_loss: bool = False
     reshard_after_forward: bool = True
     trained: float = 1.0
