@@ -206,6 +206,27 @@ def test_flat_operations_do_not_hold_pythons_lock(world_pool: WorldPool) -> None
     assert world_pool.run(4, broadcasts, ROUNDS, timeout=60) == [ROUNDS] * 4
 
 
+def outside_of_the_graph() -> list[Any]:
+    """Tensors of autograd's graph, at once and later, and sparse ones: as on any backend of torch's."""
+    on_host("aabb")
+    group = dist.new_group(backend=hierarchical.register_two_levels("two_level", "gloo", "gloo"))
+    weight = torch.ones(3, requires_grad=True)
+    loss = weight.sum()
+    dist.all_reduce(loss, group=group)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    leaf, whole = torch.ones(5, requires_grad=True), torch.empty(4)
+    dist.all_reduce(leaf, dist.ReduceOp.AVG, group, async_op=True).wait()
+    all_gather_single(whole, torch.ones(1, requires_grad=True), group=group)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[dist.get_rank()]]), torch.ones(1), (4,))
+    dist.all_reduce(sparse, group=group)
+    sums = sparse.to_dense().tolist()
+    return [loss.item(), gradient.tolist(), leaf.tolist(), leaf.is_leaf, whole.requires_grad, sums]
+
+
+def test_operations_are_in_no_graph(world_pool: WorldPool) -> None:
+    assert world_pool.run(4, outside_of_the_graph) == [[12.0, [1.0] * 3, [1.0] * 5, True, False, [1.0] * 4]] * 4
+
+
 def mistaken() -> list[str]:
     on_host("aabb")
     group = dist.new_group(backend=hierarchical.register_two_levels("direct", "gloo", "gloo"))

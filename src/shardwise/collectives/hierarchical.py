@@ -86,6 +86,8 @@ class Hierarchy:
 
     def all_reduce(self, tensors: Sequence[Tensor], reduction: Any, blocking: bool) -> dist.Work | None:
         """Each of `tensors` reduced over the ranks, in place."""
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            return None  # sparse ones
         algorithm, reduction = self._algorithm("all_reduce", tensors), _kind(reduction)
         fits = all(t.numel() and t.is_contiguous() and can_reduce(t, reduction) for t in tensors)
         if algorithm == "flat" or not fits:

@@ -62,6 +62,7 @@ class Turns:
         Raises:
             Exception: what `operation` raises, if it is run here; else `wait` of the result raises it.
         """
+        operation = torch.no_grad()(operation)  # on whatever thread: no backend's call is in the graph of its tensors
         if accelerator.on_accelerator(outputs[0]):
             return self._on_stream(operation, inputs, outputs, blocking)
         with self._lock:
