@@ -4,16 +4,19 @@ it says adds up."""
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 from PIL import Image
 from rich.console import Console
 
+from shardwise.commands import plan as commands_plan
 from shardwise.commands.cli import main
 from shardwise.errors import LegalityError
 from shardwise.job.schema import Job
@@ -431,6 +434,24 @@ def test_a_job_for_several_hosts_says_how_they_meet(tmp_path: Path, capsys: pyte
         "torchrun --no-python --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
         in start
     )
+
+
+def test_the_ranks_are_those_of_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A number of workers that the job has for another machine is said to be none, and no launch is refused for it."""
+    job = tmp_path / "job.yaml"
+    words = ("--model", config(tmp_path), "--cluster", "dgx-h100:2", "--parallel.workers", "4")
+    code, out, _ = plan(capsys, *words, "--json", "--write", str(job))
+    assert code == 0 and any("parallel.workers=4 is not used" in note for note in json.loads(out)["notes"])
+    assert load_job(job).parallel.workers is None
+    assert main(["launch", str(job), "--to", "slurm", "--launch.cluster", "dgx-h100:2", "--print-plan"]) == 0
+
+
+def test_a_reader_that_stops_early_gets_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tmp_path / "job.yaml"
+    monkeypatch.setattr(commands_plan, "_print", mock.Mock(side_effect=BrokenPipeError))
+    with suppress(BrokenPipeError):
+        main(["plan", "--model", config(tmp_path), "--cluster", "cpu:2", "--write", str(job)])
+    assert load_job(job).parallel.workers == 2
 
 
 def test_the_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

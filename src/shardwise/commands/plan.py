@@ -72,16 +72,16 @@ def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if result.best is None:
         raise CapacityError(_too_large(result))
     asked = result.best if options.explain is None else _asked(result, options.explain)
-    if options.json:
-        print(json.dumps(_as_json(result, asked, budget, top, notes), indent=1))
-    else:
-        _print(result, asked, budget, top, notes)
-    if options.html:
+    if options.html:  # files first: who reads what is printed may stop before its end
         from shardwise.observe.plan_page import write_page
 
         _save(options.html, "--html", lambda path: write_page(path, result, asked, budget))
     if options.write:
         _save(options.write, "--write", lambda path: path.write_text(job_file(asked, result), encoding="utf-8"))
+    if options.json:
+        print(json.dumps(_as_json(result, asked, budget, top, notes), indent=1))
+    else:
+        _print(result, asked, budget, top, notes)
     return 0
 
 
@@ -141,7 +141,9 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
             "shapes from the data"
         )
     there = where or local_cluster(job)
-    world = world_of(there)
+    world, workers = world_of(there), job.parallel.workers
+    if workers not in (None, there.size):
+        notes.append(f"parallel.workers={workers} is not used: the cluster has {there.size} ranks")
     notes += [UNMEASURED] * (world.device_type == "cpu" and (where is not None or not is_calibrated(world)))
     return SearchQuestion(job, facts, there, stack_here(world) if where is None else None), notes
 
@@ -296,6 +298,8 @@ def job_file(candidate: Candidate, result: SearchResult) -> str:
     changes["parallel.device"] = candidate.plan.world.device_type
     if cluster.nodes == 1:
         changes["parallel.workers"] = cluster.size
+    else:  # what starts the ranks says how many, and `shardwise launch` refuses another number
+        data.get("parallel", {}).pop("workers", None)
     for key, value in changes.items():
         section, _, name = key.partition(".")
         data.setdefault(section, {})[name] = value
