@@ -111,6 +111,16 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "--tasks" in capsys.readouterr().err
 
 
+@lm_eval_double()
+def test_tasks_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the last would be asked."""
+    files = [tmp_path / f"{name}.yaml" for name in ("one", "two")]
+    for file in files:
+        file.write_text("task: sums\n")
+    assert main(["evaluate", str(tmp_path), "--tasks", *map(str, files)])
+    assert "two.yaml': another file has a task 'sums' too; rename one" in capsys.readouterr().err
+
+
 ASKED: dict[str, dict[str, Any]] = {
     "choice": {"output_type": "loglikelihood", "prompt": "1+2?", "continuation": " 3"},
     "rolling": {"output_type": "loglikelihood_rolling", "prompt": "1+2?" * 20},
