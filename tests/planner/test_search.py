@@ -21,6 +21,7 @@ from shardwise.commands.cli import main
 from shardwise.errors import LegalityError
 from shardwise.job.schema import Job
 from shardwise.job.sources import load_job
+from shardwise.launch import expected_world
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
@@ -444,6 +445,23 @@ def test_the_ranks_are_those_of_the_cluster(tmp_path: Path, capsys: pytest.Captu
     assert code == 0 and any("parallel.workers=4 is not used" in note for note in json.loads(out)["notes"])
     assert load_job(job).parallel.workers is None
     assert main(["launch", str(job), "--to", "slurm", "--launch.cluster", "dgx-h100:2", "--print-plan"]) == 0
+
+
+def test_ranks_that_would_share_a_gpu_are_not_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each had a GPU of its own in the plan. What is offloaded has this machine's memory."""
+    monkeypatch.setattr(expected_world, "default_device_type", lambda: "cuda")
+    monkeypatch.setattr(expected_world.accelerator, "count", lambda kind: 2)
+    monkeypatch.setattr(expected_world.accelerator, "vendor_name", lambda kind: "NVIDIA L4")
+    words = ("--model", config(tmp_path), "--json", "--parallel.workers")
+    code, _, err = plan(capsys, *words, "4")
+    assert code == 2 and "parallel.workers=4: ranks would share the 2 GPU(s) of this machine" in err
+    code, out, _ = plan(capsys, *words, "2")
+    assert code == 0 and json.loads(out)["cluster"]["accelerators"] == 2
+    monkeypatch.setattr("psutil.virtual_memory", lambda: mock.Mock(total=2**20))
+    code, _, err = plan(capsys, *words, "2", "--memory.offload_parameters", "true")
+    assert code == 2 and "in the host's memory, whose share of it is 0.0 GiB" in err
 
 
 def test_a_reader_that_stops_early_gets_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from shardwise.words import nearest, output_console
 
 if TYPE_CHECKING:
     from shardwise.job.schema import Job
+    from shardwise.planner.formulas.prediction import Cluster
     from shardwise.planner.search.explain import Budget
     from shardwise.planner.search.search import Candidate, Changes, SearchQuestion, SearchResult
 
@@ -108,7 +110,6 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
     from shardwise.data.file_samples import gives_samples
     from shardwise.job.sources import read_job
     from shardwise.job.tasks import TASKS
-    from shardwise.launch.expected_world import local_cluster
     from shardwise.model.build import build_model
     from shardwise.model.discover import discover
     from shardwise.planner.constants.inventory import cluster
@@ -140,12 +141,28 @@ def _question(options: argparse.Namespace, keys: dict[str, Any]) -> tuple[Search
             f"samples are counted as data.sequence_length={job.data.sequence_length} tokens; --trace takes their own "
             "shapes from the data"
         )
-    there = where or local_cluster(job)
+    there = where or _here(job)
     world, workers = world_of(there), job.parallel.workers
     if workers not in (None, there.size):
         notes.append(f"parallel.workers={workers} is not used: the cluster has {there.size} ranks")
     notes += [UNMEASURED] * (world.device_type == "cpu" and (where is not None or not is_calibrated(world)))
     return SearchQuestion(job, facts, there, stack_here(world) if where is None else None), notes
+
+
+def _here(job: Job) -> Cluster:
+    """Return this machine, with its own memory. Raises ConfigError where ranks would share its accelerators."""
+    import psutil
+
+    from shardwise.launch.expected_world import local_cluster, world_size
+
+    there, world = local_cluster(job), world_size(job, None)
+    if world.shares_gpus:
+        raise ConfigError(
+            f"parallel.workers={world.size}: ranks would share the {world.gpus} GPU(s) of this machine, which the "
+            f"planner does not know; use at most {world.gpus}, or say with --cluster where the job will run"
+        )
+    on_cpu = there.accelerator.name == "CPU"
+    return there if on_cpu else replace(there, host_gb=psutil.virtual_memory().total / 2**30)
 
 
 def _with_known_format(job: Job) -> Job:
