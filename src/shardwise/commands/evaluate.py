@@ -121,12 +121,12 @@ def _load_tasks(files: Sequence[str]) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for file in files:
         try:
-            found: dict[str, Any] = TaskManager(include_defaults=False).load([file])["tasks"]
+            of_file: dict[str, Any] = TaskManager(include_defaults=False).load([file])["tasks"]
         except Exception as error:  # whatever a file, its data or its functions come to
             raise ConfigError(f"--tasks {file!r}: lm-eval says {type(error).__name__}: {error}") from error
-        if twice := tasks.keys() & found.keys():
+        if twice := tasks.keys() & of_file.keys():
             raise ConfigError(f"--tasks {file!r}: another file has a task {min(twice)!r} too; rename one")
-        tasks |= found
+        tasks |= of_file
     return tasks
 
 
