@@ -29,6 +29,7 @@ from shardwise.plan.draft import lookup
 from shardwise.plan.plan import resolve
 from shardwise.plan.sequence_lengths import LengthStage, SequenceLengths
 from shardwise.plan.step_sizes import SizeStage, StepSizes
+from shardwise.planner.constants.hardware import GIB
 from shardwise.planner.constants.inventory import cluster, presets
 from shardwise.planner.constants.presets import preset_config
 from shardwise.planner.formulas.configure import configuration_of
@@ -93,6 +94,19 @@ def test_every_ranked_layout_is_what_training_would_resolve() -> None:
         assert resolve(candidate.job, world, found().question.facts) == candidate.plan
     assert all(candidate.exact for candidate in found().ranked[:SHOWN])
     assert found().looked_at == len(found().ranked) + len(found().misfits) + sum(found().illegal.values())
+
+
+def test_what_is_shown_is_measured() -> None:
+    """Behind the fastest it had quick sums, by which layouts that fit were said not to, and the other way round."""
+    where = cluster("h100:16")
+    part = replace(where.accelerator, memory_bytes=int(2.3 * GIB))
+    result = search(question("h100:16")._replace(cluster=replace(where, accelerator=part)))
+    assert all(candidate.exact and candidate.fits for candidate in distinct(result.ranked, SHOWN))
+    assert result.unfit and all(candidate.exact and not candidate.fits for candidate in result.unfit)
+    key = "memory.checkpoint_every"
+    given = next(candidate for candidate in result.ranked if not candidate.exact and key in candidate.changes)
+    explained = commands_plan._asked(result, f"{key}={given.changes[key]}")
+    assert explained.exact
 
 
 def test_no_combination_of_the_space_that_fits_is_faster() -> None:

@@ -67,10 +67,10 @@ def run_plan(options: argparse.Namespace, keys: dict[str, Any]) -> int:
     if options.trace:
         return _trace(question, options)
     from shardwise.planner.search.explain import Budget
-    from shardwise.planner.search.search import search
+    from shardwise.planner.search.search import SHOWN, search
 
-    result = search(question, options.limit or LIMIT)
     budget, top = Budget(options.tokens, options.price), options.top or TOP
+    result = search(question, options.limit or LIMIT, shown=max(SHOWN, top))
     if result.best is None:
         raise CapacityError(_too_large(result))
     asked = result.best if options.explain is None else _asked(result, options.explain)
@@ -226,7 +226,7 @@ def _as_json(result: SearchResult, asked: Candidate, budget: Budget, top: int, n
             for candidate in distinct(result.ranked, top)
         ],
         "do_not_fit": [
-            candidate_data(candidate) | {"why": why_not_fit(candidate)} for candidate in distinct(result.misfits, top)
+            candidate_data(candidate) | {"why": why_not_fit(candidate)} for candidate in distinct(result.unfit, top)
         ],
         "notes": [*expert_remarks(result), *probe_remark(result), *result.notes, *notes],
     }
@@ -259,7 +259,7 @@ def _too_large(result: SearchResult) -> str:
 
 
 def _asked(result: SearchResult, text: str) -> Candidate:
-    from shardwise.planner.search.search import distinct, matching, of_changes
+    from shardwise.planner.search.search import distinct, matching, of_changes, with_exact_memory
 
     if text.isdecimal():
         shown = distinct(result.ranked, int(text))
@@ -271,7 +271,8 @@ def _asked(result: SearchResult, text: str) -> Candidate:
             raise ConfigError("--explain=sure: of no layout does the interval of memory fit; use a number of the table")
         return result.surest
     wanted = _wanted(text)
-    return matching(result, wanted) or of_changes(result, wanted)
+    candidate = matching(result, wanted)
+    return with_exact_memory(candidate, result.question.facts) if candidate else of_changes(result, wanted)
 
 
 def _check_explain(text: str) -> None:

@@ -238,7 +238,7 @@ def _sections(result: SearchResult) -> Iterator[str]:
         why = "" if number == 1 else why_slower(candidate, result.best)
         rows.append((str(number), said, why))
     yield f"<section><h2>Layouts</h2>{data_table(head, rows)}</section>"
-    fastest = sorted(result.misfits, key=lambda misfit: -misfit.tokens_per_second)
+    fastest = sorted(result.unfit, key=lambda misfit: -misfit.tokens_per_second)
     misfits: list[Row] = [
         (layout_of(misfit), memory_policy(misfit), why_not_fit(misfit)) for misfit in distinct(fastest, SHOWN)
     ]

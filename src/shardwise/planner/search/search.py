@@ -32,7 +32,8 @@ from shardwise.planner.search.space import SHARDED, SIZE, Changes, SearchSpace, 
 
 LIMIT = 10_000  # candidates of the exhaustive part
 IMPROVED = 12  # of the best, how many are improved key by key
-SHOWN = 16  # of the best, how many get the exact closed form of memory
+SHOWN = 16  # of the best, how many get the exact closed form of memory; and of those that do not fit, half as many
+ROUNDS = 6  # in which those that are shown are measured, until all are: some turn out to fit, or not to
 QUICK = 1.25  # the quick sums of memory may be off by so much before a candidate is dropped unseen
 GAIN = 1.001  # below that a change is not worth another key in the job
 SEQUENCES_A_RANK = 2  # of a step, where the job does not say
@@ -132,6 +133,12 @@ class SearchResult:
         return self.ranked[0] if self.ranked else None
 
     @cached_property
+    def unfit(self) -> list[Candidate]:
+        """Those that by the closed form of memory do not fit, smallest first; of the others no more is known than that
+        quick sums say so."""
+        return [candidate for candidate in self.misfits if candidate.exact]
+
+    @cached_property
     def surest(self) -> Candidate | None:
         """The fastest of those that fit surely. A search fills the memory, so `best` is often not among them."""
         likely = (
@@ -183,12 +190,15 @@ class _Search:
         return [candidate for candidate in self.candidates.values() if candidate is not None]
 
 
-def search(question: SearchQuestion, limit: int = LIMIT, world: World | None = None) -> SearchResult:
+def search(
+    question: SearchQuestion, limit: int = LIMIT, world: World | None = None, shown: int = SHOWN
+) -> SearchResult:
     """Rank the layouts of a job that leave alone what the job sets.
 
     Args:
         limit: most combinations of the exhaustive part; those beyond are counted in `left_out`.
         world: what to run on; unset: all of the cluster.
+        shown: layouts whose memory is to be exact.
     """
     started = time.perf_counter()
     job, notes = sized_job(question)
@@ -201,10 +211,10 @@ def search(question: SearchQuestion, limit: int = LIMIT, world: World | None = N
     coarse = made.all(jobs[::stride])
     for start in sorted(filter(_may_fit, coarse), key=_speed, reverse=True)[:IMPROVED]:
         made.improved(start)
-    ranked, misfits = _ranked(made.everything(), question.facts)
+    ranked, misfits = _ranked(made.everything(), question.facts, shown)
     if not ranked:
         made.all(more for misfit in misfits[:SHOWN] for more in space.neighbours(misfit.changes, offload=True))
-        ranked, misfits = _ranked(made.everything(), question.facts)
+        ranked, misfits = _ranked(made.everything(), question.facts, shown)
     left_out, seconds = len(jobs) - len(jobs[::stride]), time.perf_counter() - started
     return SearchResult(question, ranked, misfits, made.illegal, len(made.candidates), left_out, seconds, tuple(notes))
 
@@ -217,9 +227,11 @@ def _may_fit(candidate: Candidate) -> bool:
     return candidate.prediction.memory_bytes <= QUICK * candidate.configuration.cluster.accelerator.memory_bytes
 
 
-def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
+def _ranked(
+    candidates: list[Candidate], facts: ModelFacts, shown: int
+) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
     """(those that fit, by speed; those that do not, by memory). The fastest are measured exactly, until enough fit to
-    be shown."""
+    be shown, and of each layout that is shown the first."""
     by_speed = sorted(filter(_may_fit, candidates), key=_speed, reverse=True)
     ranked: list[Candidate] = []
     misfits = [layout for layout in candidates if not _may_fit(layout)]
@@ -231,13 +243,36 @@ def _ranked(candidates: list[Candidate], facts: ModelFacts) -> tuple[tuple[Candi
             break
     for candidate in rest:
         (ranked if candidate.fits else misfits).append(candidate)
-    shown = sorted(misfits, key=lambda layout: layout.memory_bytes)
+    if ranked:
+        ranked, misfits = _measured_where_shown(ranked, misfits, facts, shown)
+    smallest = sorted(misfits, key=_size)
     if not ranked:
-        shown[:SHOWN] = sorted(
-            (with_exact_memory(layout, facts) for layout in shown[:SHOWN]), key=lambda layout: layout.memory_bytes
-        )
-        ranked, shown = [layout for layout in shown if layout.fits], [layout for layout in shown if not layout.fits]
-    return tuple(sorted(ranked, key=_rank)), tuple(shown)
+        smallest[:SHOWN] = sorted((with_exact_memory(layout, facts) for layout in smallest[:SHOWN]), key=_size)
+        ranked = [layout for layout in smallest if layout.fits]
+        smallest = [layout for layout in smallest if not layout.fits]
+    return tuple(sorted(ranked, key=_rank)), tuple(smallest)
+
+
+def _measured_where_shown(
+    ranked: list[Candidate], misfits: list[Candidate], facts: ModelFacts, shown: int
+) -> tuple[list[Candidate], list[Candidate]]:
+    """(those that fit, those that do not) with exact memory of the first of each layout, and of layouts that are said
+    not to fit: the fastest and the smallest."""
+    for _ in range(ROUNDS):
+        fastest, smallest = sorted(misfits, key=_speed, reverse=True), sorted(misfits, key=_size)
+        listed = [*distinct(sorted(ranked, key=_rank), shown), *distinct(fastest, shown // 2)]
+        listed += distinct(smallest, shown // 2)
+        asked = {id(layout): layout for layout in listed if not layout.exact}
+        if not asked:
+            break
+        rest = [layout for layout in (*ranked, *misfits) if id(layout) not in asked]
+        rest += [with_exact_memory(layout, facts) for layout in asked.values()]
+        ranked, misfits = [layout for layout in rest if layout.fits], [layout for layout in rest if not layout.fits]
+    return ranked, misfits
+
+
+def _size(candidate: Candidate) -> float:
+    return candidate.memory_bytes
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

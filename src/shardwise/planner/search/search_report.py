@@ -153,7 +153,7 @@ def search_remarks(result: SearchResult, most: int = 4) -> Iterator[str]:
     for count, rule, sentence in refusals(result, most):
         yield f"not legal, {count:,} × {rule}: {sentence}"
     fastest = (
-        sorted(result.misfits, key=lambda candidate: -candidate.tokens_per_second) if result.ranked else result.misfits
+        sorted(result.unfit, key=lambda candidate: -candidate.tokens_per_second) if result.ranked else result.unfit
     )
     for candidate in distinct(fastest, most):
         yield f"does not fit: {layout_of(candidate)}, {memory_policy(candidate)}: {why_not_fit(candidate)}"
