@@ -160,6 +160,28 @@ def test_a_hosts_memory_is_what_the_closed_form_moves_there(sections: dict[str, 
     assert predict(configuration_of(plan, facts, asked.cluster)).host_bytes == pytest.approx(most, rel=0.02)
 
 
+@pytest.mark.parametrize("form", ["nf4", "bf16"])
+def test_frozen_weights_are_counted_as_they_are_kept(form: str) -> None:
+    """As four bytes each, layouts that fit were never measured, and hosts had no room for what is offloaded."""
+    asked = question("h100:2", adapter={"kind": "lora"})
+    given = changed_job(asked.job, {"model.config": LLAMA})
+    facts = discover(build_model(given), given)
+    linear = [name for name in facts.frozen if name in facts.block_of and len(facts.parameter_shapes[name]) == 2]
+    facts = replace(
+        facts,
+        packed={name: "nf4" for name in linear if form == "nf4"},
+        weight_dtypes={name: "bfloat16" for name in facts.frozen if form == "bf16"},
+    )
+    for offloads in (False, True):
+        job = changed_job(given, {"memory.offload_parameters": offloads})
+        plan = resolve(job, world_of(asked.cluster), facts)
+        prediction = predict(configuration_of(plan, facts, asked.cluster))
+        held = moments(plan, facts)
+        quick = prediction.host_bytes if offloads else prediction.memory["parameters"]
+        right = max(moment.host if offloads else moment.parameters for moment in held)
+        assert quick == pytest.approx(right, rel=0.05)
+
+
 def test_a_layout_whose_time_nobody_knows_is_none() -> None:
     """Tensor ranks that gather outputs are legal to train on, and no search puts them beside others."""
     asked = question("h100:2", training={"microbatch_size": 2})

@@ -84,7 +84,8 @@ def host_bytes(configuration: TrainingConfiguration) -> float:
         elements = _elements(configuration, rank)[0].sharded(configuration)
         trained = configuration.trained * elements
         copied, averaged = configuration.reference == "copy", configuration.averages
-        states = configuration.host_optimizer * (4 * (1 + copied) * elements + 4 * (3 + averaged) * trained)
+        stored = configuration.model.stored * (1 + copied) * elements
+        states = configuration.host_optimizer * (stored + 4 * (3 + averaged) * trained)
         states += (16 + 8 * configuration.updates_in_backward) * configuration.host_updates * trained
         states += COPIES * state_copy_bytes(configuration, blocks)
         largest = max(largest, states + blocks * size * _in_flight(configuration, rank))
@@ -188,7 +189,8 @@ def _states(configuration: TrainingConfiguration, elements: float, data: int) ->
         states["ema"] = 4 * elements * configuration.trained / (data if configuration.zero else 1)
     if configuration.reference != "copy" or configuration.host_optimizer:
         return states
-    return states | {"reference": 4 * elements / (data if configuration.zero == 3 else 1)}
+    stored = configuration.model.stored * elements
+    return states | {"reference": stored / (data if configuration.zero == 3 else 1)}
 
 
 def _trained_states(configuration: TrainingConfiguration, elements: float, data: int) -> dict[str, float]:
@@ -197,7 +199,11 @@ def _trained_states(configuration: TrainingConfiguration, elements: float, data:
     if configuration.zero == 3:
         of_rank = elements / data
         updated = of_rank * configuration.trained
-        states = {"parameters": 4 * of_rank, "gradients": 4 * updated, "optimizer": 8 * kept * updated}
+        states = {
+            "parameters": configuration.model.stored * of_rank,
+            "gradients": 4 * updated,
+            "optimizer": 8 * kept * updated,
+        }
         return dict.fromkeys(states, 0.0) if configuration.offload_parameters else states
     size = BYTES[configuration.precision]
     master = 4 if size < 4 else 0

@@ -113,16 +113,17 @@ def _shard(configuration: TrainingConfiguration, busy: tuple[float, float]) -> t
 def _host_traffic(configuration: TrainingConfiguration) -> tuple[float, float]:
     """Seconds of (forward's, backward's) copies of a block between accelerator and host.
 
-    Offloaded activations go there and come back. Of offloaded parameters the shard in fp32 comes before each gathering,
+    Offloaded activations go there and come back. Of offloaded parameters the shard comes before each gathering,
     and its gradient goes (torch, CPUOffloadPolicy).
     """
     forward = backward = 0.0
     if configuration.offload_activations and configuration.checkpointing != "none":
         forward = backward = configuration.checkpointed * checkpoint_bytes(configuration)
     if configuration.host_optimizer:
-        shard = 4.0 * block_elements(configuration).sharded(configuration)
+        elements = block_elements(configuration).sharded(configuration)
+        shard = configuration.model.stored * elements
         forward += shard
-        backward += shard * (configuration.trained + configuration.reshard_after_forward)
+        backward += shard * configuration.reshard_after_forward + 4.0 * configuration.trained * elements
     bandwidth = host_bandwidth(configuration.cluster.accelerator)
     return forward / bandwidth, backward / bandwidth
 

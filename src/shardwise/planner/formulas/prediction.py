@@ -19,6 +19,7 @@ WAITS = (*Axis, "bubble", "launch", "stalls")  # causes for which the accelerato
 # Rows of the fullest rank over the mean where ranks share experts: the mean over the layers of the second half of the
 # steps of examples/experts.yaml, whose eight experts four ranks would share; two would have 1.05, eight 1.29.
 IMBALANCE = 1.13
+STORED = 4.0  # bytes of a parameter in fp32
 EIGHTY = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
@@ -59,6 +60,7 @@ class ModelShape:
     stacked: int = 0
     latent: LatentAttention | None = None
     reaches: tuple[Reach, ...] = EVERYTHING
+    stored: float = STORED
 
     @cached_property
     def expert_layers(self) -> float:
@@ -180,9 +182,21 @@ class ModelShape:
             counted=facts.parameters,
             idle=facts.idle_parameters // max(1, layers),
             head_size=facts.head_size,
+            stored=_stored(facts),
             **_stacked_experts(facts, gated, layers),
         )
         return replace(shape, intermediate=_active_width(facts, shape)) if facts.idle_parameters else shape
+
+
+def _stored(facts: ModelFacts) -> float:
+    """Return the bytes of a parameter as it is kept, the mean of all."""
+    from shardwise.planner.formulas.shapes import stored_bytes
+
+    if not facts.frozen:
+        return STORED
+    sizes = {name: math.prod(shape) for name, shape in facts.parameter_shapes.items()}
+    kept = sum(size * stored_bytes(facts, name, int(STORED)) for name, size in sizes.items())
+    return kept / max(1, sum(sizes.values()))
 
 
 def _stacked_experts(facts: ModelFacts, gated: bool, layers: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from itertools import accumulate
 from shardwise.job.axes import Axis
 from shardwise.job.devices import CPU
 from shardwise.model.facts import ModelFacts
-from shardwise.model.packed_weights import packed_bytes
 from shardwise.plan.optimizer_offload import offloaded_parameters
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.activations import (
@@ -30,11 +29,10 @@ from shardwise.planner.formulas.activations import (
 )
 from shardwise.planner.formulas.in_flight import InFlight, in_flight_of, without_stages
 from shardwise.planner.formulas.memory_estimate import MemoryEstimate
-from shardwise.planner.formulas.shapes import optimizer_state_bytes
+from shardwise.planner.formulas.shapes import optimizer_state_bytes, stored_bytes
 from shardwise.planner.formulas.units import RankUnits, Unit
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-KEPT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a dtype by torch's name
 
 
 class RankMemory:
@@ -119,12 +117,8 @@ class RankMemory:
     @cached_property
     def parameter_bytes(self) -> float:
         """Bytes of the parameters on this rank; frozen ones may be kept in a dtype of their own, or packed."""
-        shapes = self.sizes.all_shapes.items()
-        return sum(self.sizes.padded({name: shape})[0] * self._element_bytes(name) for name, shape in shapes)
-
-    def _element_bytes(self, name: str) -> float:
-        form = self.facts.packed.get(name)
-        return KEPT_BYTES.get(self.facts.kept_dtype(name), self.master) if form is None else packed_bytes(form)
+        shapes, facts, master = self.sizes.all_shapes.items(), self.facts, self.master
+        return sum(self.sizes.padded({name: shape})[0] * stored_bytes(facts, name, master) for name, shape in shapes)
 
     @cached_property
     def trained(self) -> float:

@@ -14,16 +14,24 @@ from shardwise.job.axes import Axis
 from shardwise.job.optimizer_records import RECORDS
 from shardwise.model.adapters import adapter_split
 from shardwise.model.facts import ModelFacts
+from shardwise.model.packed_weights import packed_bytes
 from shardwise.model.parameter_optimizers import optimizers_of_parameters
 from shardwise.model.tensor_split import chunk, chunks
 from shardwise.plan.plan import Plan
 from shardwise.planner.formulas.schedule import holders
 
+KEPT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a dtype by torch's name
 # State tensors as large as the parameters, by class of torch.optim with its default options.
 _STATES = {
     "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Rprop": 2, "ASGD": 1, "Adagrad": 1,
     "RMSprop": 1, "SGD": 0,
 }  # fmt: skip
+
+
+def stored_bytes(facts: ModelFacts, name: str, master: int) -> float:
+    """Return the bytes of an element of a parameter: frozen ones may be kept in a dtype of their own, or packed."""
+    form = facts.packed.get(name)
+    return KEPT_BYTES.get(facts.kept_dtype(name), master) if form is None else packed_bytes(form)
 
 
 def local_shapes(facts: ModelFacts, plan: Plan, index: int = 0, pipeline: int = 0) -> dict[str, tuple[int, ...]]:
