@@ -330,6 +330,8 @@ def test_a_layout_is_found_by_its_keys_or_made() -> None:
     assert of_changes(found(), {"memory.loss_chunk_tokens": 77}).job.memory.loss_chunk_tokens == 77
     with pytest.raises(LegalityError, match="does not divide"):
         of_changes(found(), {"parallel.tensor_parallel_degree": 3})
+    whole = of_changes(found(), {"parallel.tensor_parallel_degree": 8, "memory.loss_chunk_tokens": 77})
+    assert whole.plan.degrees["tensor"] == 8 and whole.plan.state_ranks == 1  # the best has others, which is no rule
 
 
 @pytest.mark.slow

@@ -414,6 +414,8 @@ def of_changes(result: SearchResult, wanted: Changes) -> Candidate:
     base = (result.best or result.misfits[0]).changes | _one_size(wanted, question.job.data.sequence_length)
     if not wanted.keys() & {"training.microbatch_size", "training.gradient_accumulation"}:
         base = {key: value for key, value in base.items() if key != "training.microbatch_size"}
+    if SHARDED not in wanted.keys() | fixed_keys(question.job) and any(key.endswith("_degree") for key in wanted):
+        base[SHARDED] = None  # of other degrees it is another
     plan = resolve(changed_job(question.job, base), world_of(question.cluster), question.facts)
     configuration = configuration_of(plan, question.facts, question.cluster, question.stack)
     return with_exact_memory(Candidate(base, plan, configuration, predict(configuration)), question.facts)
