@@ -139,8 +139,8 @@ class AdapterSection(Section):
     )
     modules_to_save: list[str] = Field(
         default=[],
-        description="Modules that are trained whole beside the adapters and kept with them, by ends of names as in peft: "
-        "`norm` is each `input_layernorm` too.",
+        description="Modules that are trained whole beside the adapters and kept with them, by ends of names as in "
+        "peft: `norm` is each `input_layernorm` too.",
     )
     rank_pattern: dict[Pattern, Positive] = Field(
         default={}, description="Regular expression of a layer's name, or of the end of one -> its own rank."
