@@ -22,9 +22,11 @@ from shardwise.errors import LegalityError
 from shardwise.job.schema import Job
 from shardwise.job.sources import load_job
 from shardwise.launch import expected_world
+from shardwise.model import parameter_optimizers
 from shardwise.model.build import build_model
 from shardwise.model.discover import discover
 from shardwise.model.facts import ModelFacts
+from shardwise.model.matrices import is_hidden_matrix
 from shardwise.plan.draft import lookup
 from shardwise.plan.plan import resolve
 from shardwise.plan.sequence_lengths import LengthStage, SequenceLengths
@@ -238,6 +240,15 @@ def test_a_limit_takes_an_even_sample_and_says_what_it_left_out() -> None:
     assert few.left_out > 0 and few.looked_at < found().looked_at
     assert len({candidate.plan.degrees["tensor"] for candidate in few.ranked}) > 1
     assert any("were not looked at" in line for line in search_remarks(few))
+
+
+def test_a_search_asks_once_what_muon_takes() -> None:
+    """Not again for each of the candidates, of which there are thousands."""
+    asked = question(optimizer={"name": "Muon"})
+    asked = asked._replace(facts=replace(asked.facts))  # of which nothing is known yet
+    with mock.patch.object(parameter_optimizers, "is_hidden_matrix", wraps=is_hidden_matrix) as looked:
+        result = search(asked, limit=50)
+    assert result.looked_at > 50 and looked.call_count == len(asked.facts.trained_shapes)
 
 
 def test_causes_add_up() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from shardwise.job.optimizer_section import OptimizerSection, ParameterGroup
 from shardwise.model.facts import ModelFacts
 from shardwise.model.matrices import is_hidden_matrix
 from shardwise.model.parameter_patterns import groups_of_parameters
+from shardwise.model.same_object import SameObject
 
 MUON, REST = "Muon", "AdamW"
 
@@ -59,8 +60,14 @@ def _set(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
-def optimizers_of_parameters(facts: ModelFacts, settings: OptimizerSection) -> dict[str, ParameterOptimizer]:
+def optimizers_of_parameters(facts: ModelFacts, settings: OptimizerSection) -> Mapping[str, ParameterOptimizer]:
     """Return the optimizer of every trained parameter, by name."""
+    return _optimizers_of(SameObject(facts), SameObject(settings))
+
+
+@lru_cache(maxsize=4)
+def _optimizers_of(of_facts: SameObject, of_settings: SameObject) -> Mapping[str, ParameterOptimizer]:
+    facts, settings = of_facts.value, of_settings.value
     groups = groups_of_parameters(facts, settings.groups)
     return {
         name: optimizer_of(settings, groups.get(name), settings.name == MUON and not is_hidden_matrix(facts, name))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.job.devices import device_kind
@@ -25,6 +26,7 @@ from shardwise.model.adapters import adapter_split
 from shardwise.model.facts import ModelFacts
 from shardwise.model.matrices import Matrix, matrices_of
 from shardwise.model.parameter_optimizers import MUON, ParameterOptimizer, optimizers_of_parameters
+from shardwise.model.same_object import SameObject
 from shardwise.plan.draft import Draft
 
 ONE_RANK, EVERY_RANK, BLOCKS = "one_rank", "every_rank", "blocks"
@@ -100,51 +102,73 @@ class Orthogonalization(NamedTuple):
         )
 
 
+class Ranks(NamedTuple):
+    """What of a draft says how matrices are sliced, and how long they take."""
+
+    tensor: int
+    expert: int
+    data: int
+    sharded: int
+    stages: int
+    compute: str
+    device: str
+
+
 def orthogonalization(draft: Draft) -> Orthogonalization | None:
     """Return what Muon does in a step of the job; None where nothing is Muon's."""
-    chosen = optimizers_of_parameters(draft.facts, draft.optimizer)
+    parallel = draft.parallel
+    ranks = Ranks(
+        parallel.tensor_parallel_degree, parallel.expert_parallel_degree, draft.data_axis, draft.sharded,
+        parallel.pipeline_parallel_degree, draft.compute, draft.world.device_type,
+    )  # fmt: skip
+    return _of_ranks(SameObject(draft.facts), SameObject(draft.optimizer), ranks)
+
+
+@lru_cache(maxsize=256)
+def _of_ranks(of_facts: SameObject, of_settings: SameObject, ranks: Ranks) -> Orthogonalization | None:
+    facts: ModelFacts = of_facts.value
+    chosen = optimizers_of_parameters(facts, of_settings.value)
     ways: dict[str, str] = {}
     matrices, received, flops = Counter[str](), 0.0, 0.0
     for name in [name for name, own in chosen.items() if own.name == MUON]:
-        way, cost, count = _cheapest(draft, name, chosen[name])
+        way, cost, count = _cheapest(facts, ranks, name, chosen[name])
         ways[name] = way
         matrices[way] += count
         received, flops = received + cost.received, flops + cost.flops
     others = Counter(own.name for own in chosen.values() if own.name != MUON)
-    stages = draft.parallel.pipeline_parallel_degree
-    return Orthogonalization(ways, matrices, Cost(received / stages, flops / stages), others) if ways else None
+    cost = Cost(received / ranks.stages, flops / ranks.stages)
+    return Orthogonalization(ways, matrices, cost, others) if ways else None
 
 
-def _cheapest(draft: Draft, name: str, own: ParameterOptimizer) -> tuple[str, Cost, int]:
+def _cheapest(facts: ModelFacts, ranks: Ranks, name: str, own: ParameterOptimizer) -> tuple[str, Cost, int]:
     """Return the way of a parameter's matrices, its cost, and how many matrices there are."""
-    matrices, steps = matrices_of(draft.facts, name), int(own.options.get("ns_steps", STEPS))
+    matrices, steps = matrices_of(facts, name), int(own.options.get("ns_steps", STEPS))
     totals: dict[str, list[Cost]] = {}
     for matrix in matrices:
-        for way, cost in costs(matrix, slices_of(draft, name, matrix), steps, draft.compute).items():
+        for way, cost in costs(matrix, _slices_of(facts, ranks, name, matrix), steps, ranks.compute).items():
             totals.setdefault(way, []).append(cost)
     sums = {
         way: Cost(sum(cost.received for cost in parts), sum(cost.flops for cost in parts))
         for way, parts in totals.items()
         if len(parts) == len(matrices)  # one way for all of a parameter
     }
-    way = min(sums, key=lambda way: sums[way].total(draft.world.device_type))
+    way = min(sums, key=lambda way: sums[way].total(ranks.device))
     # Experts are on some of the ranks that hold the stage: a rank's mean is over all of them.
-    share = draft.parallel.expert_parallel_degree if name in draft.facts.expert_parameters else 1
+    share = ranks.expert if name in facts.expert_parameters else 1
     return way, Cost(sums[way].received / share, sums[way].flops / share), len(matrices)
 
 
-def slices_of(draft: Draft, name: str, matrix: Matrix) -> Slices:
+def _slices_of(facts: ModelFacts, ranks: Ranks, name: str, matrix: Matrix) -> Slices:
     """Return how a matrix is sliced by sharding, which cuts dim 0 of a parameter, and by tensor and expert ranks."""
-    facts, tensor = draft.facts, draft.parallel.tensor_parallel_degree
-    shared = draft.parallel.expert_parallel_degree if name in facts.expert_parameters else 1
-    ranks = max(1, draft.data_axis * tensor // shared)
-    shards = draft.sharded // math.gcd(draft.sharded, shared)
-    parts, split_dim = (1, 0) if shared > 1 else _tensor_parts(facts, name, tensor)
+    shared = ranks.expert if name in facts.expert_parameters else 1
+    holders = max(1, ranks.data * ranks.tensor // shared)
+    shards = ranks.sharded // math.gcd(ranks.sharded, shared)
+    parts, split_dim = (1, 0) if shared > 1 else _tensor_parts(facts, name, ranks.tensor)
     if matrix.expert is not None:
-        return Slices(parts, max(1, ranks // (shards * parts)), share_larger=False)
+        return Slices(parts, max(1, holders // (shards * parts)), share_larger=False)
     cut = {dim for dim, degree in ((0, shards), (split_dim, parts)) if degree > 1}
     number = shards * parts
-    return Slices(number, max(1, ranks // number), share_larger=cut == {matrix.larger})
+    return Slices(number, max(1, holders // number), share_larger=cut == {matrix.larger})
 
 
 def _tensor_parts(facts: ModelFacts, name: str, degree: int) -> tuple[int, int]:
