@@ -103,7 +103,7 @@ class Orthogonalization(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What of a draft says how matrices are sliced, and how long they take."""
+    """The ranks among which matrices are sliced, by axis, and what they compute on."""
 
     tensor: int
     expert: int

@@ -198,13 +198,12 @@ def train_step(
     agreed, counts = sums.control, sums.control.counts
     if step == 0:
         _check_count(round(sums.counted), counts.samples)
-    is_finite, scale = math.isfinite(sums.norm), scaler.scale
-    skipped = counts.tokens == 0 or not is_finite
+    skipped, scale = counts.tokens == 0 or not math.isfinite(sums.norm), scaler.scale
     if not skipped:
         _rescale(optimizer, sums.norm, scale, model.plan.job.optimizer.clip_norm)
         optimizer.step()
         model.update_router_biases()
-    scaler.update(overflow=not is_finite)
+    scaler.update(overflow=not math.isfinite(sums.norm))
     optimizer.zero_grad()
     return StepResult(
         normalisation.mean(sums.loss, counts),

@@ -25,16 +25,14 @@ def configuration_of(
     """
     _refuse_gathered_outputs(plan, facts)
     job, degrees = plan.job, plan.degrees
-    memory, parallel, stack = job.memory, job.parallel, stack or own_stack()
+    memory, parallel = job.memory, job.parallel
     dropout = bool(job.model.dropout) or facts.has_attention_dropout
-    if dropout:  # the mask of one behind a block's last product is kept, so that this is recomputed too
-        stack = replace(stack, stops_early=False)
     sizes: dict[str, Any] = {str(axis): degree for axis, degree in degrees.items()}
     configuration = TrainingConfiguration(
         **sizes,
         model=shape or ModelShape.of(facts),
         cluster=cluster,
-        stack=stack,
+        stack=_stack(stack or own_stack(), dropout),
         sequence=facts.positions(plan.sequence_length),
         microbatch=plan.microbatch,
         accumulation=plan.accumulation,
@@ -77,6 +75,11 @@ def configuration_of(
         return configuration
     # Ranks that are alone on their nodes exchange rows at once, a row for each expert.
     return replace(configuration, copies_on_nodes=ExpertGroups.of(configuration).sharing.local > 1)
+
+
+def _stack(stack: Stack, dropout: bool) -> Stack:
+    """Return the stack of a job; the mask of dropout behind a block's last product is kept, so that this runs again."""
+    return replace(stack, stops_early=False) if dropout else stack
 
 
 def _refuse_gathered_outputs(plan: Plan, facts: ModelFacts) -> None:
