@@ -565,6 +565,8 @@ def test_a_model_too_large_names_the_smallest_cluster(capsys: pytest.CaptureFixt
         (("--trace", "--write", "x.yaml"), "does nothing with --trace"),
         (("--cluster", "cpu:4", "--parallel.tensor_parallel_degree", "3"), "3 does not divide the 4 ranks; use"),
         (("--cluster", "cpu:2", "--explain", "tensor_degree=2"), "Did you mean 'tensor_parallel_degree'?"),
+        (("--cluster", "cpu:2", "--explain", "workers=3"), "parallel.workers follows from the cluster"),
+        (("--cluster", "cpu:2", "--write", "x.yaml", "--html", "x.yaml"), "is --html's file too"),
         (("--cluster", "cpu:2", "--explain", "0"), "layouts of the table have numbers from 1"),
         (("--cluster", "cpu:2", "--explain", "best"), "no number of the table, nor `sure`, nor key=value"),
         (("--cluster", "cpu:2", "--explain", "microbatch_size=-2"), "microbatch_size=-2: must be greater"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PRESET_POSITIONS = 2048  # tokens in a sequence of a preset, where the job does not say
 TOP, LIMIT = 8, 10_000  # layouts that are shown, combinations that are looked at
+CLUSTERS = ("parallel.workers", "parallel.device")  # keys that follow from the cluster
 UNMEASURED = (
     "a CPU has no datasheet: times are those of an assumed one and rank layouts alone; after `shardwise plan "
     "calibrate`, a plan without --cluster has this machine's"
@@ -94,6 +95,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--timeline={options.timeline} needs --trace of all ranks; leave --rank out")
     if options.write is not None and Path(options.write).exists():
         raise OutputError(f"--write={options.write} is there already; name a new file")
+    if options.write is not None and options.write == options.html:
+        raise ConfigError(f"--write={options.write} is --html's file too; name two files")
     for name in ("tokens", "price", "explain", "html", "write", "top", "limit"):
         if options.trace and getattr(options, name) is not None:
             raise ConfigError(f"--{name} does nothing with --trace, which traces the job as it is; leave one out")
@@ -301,6 +304,8 @@ def _wanted(text: str) -> Changes:
             raise ConfigError(f"--explain={text!r}: {word!r} is no number of the table, nor `sure`, nor key=value")
         if key is None or (name != key and "." in name):
             raise ConfigError(f"--explain={text!r}: unknown key {name}.{nearest(name, known)}")
+        if key in CLUSTERS:
+            raise ConfigError(f"--explain={text!r}: {key} follows from the cluster; name another with --cluster")
         wanted[key] = read_value(key, value)
     job = validate(nested(wanted))
     return {key: lookup(job, key) for key in wanted}
