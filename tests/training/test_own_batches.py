@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.collectives import registration
 from shardwise.errors import ShardwiseError
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldPool
@@ -59,6 +61,58 @@ def _of_data_of_job(module: nn.Module) -> float | str:
             return 0.0
     except ShardwiseError as error:
         return str(error)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
+def of_unequal_rows(sizes: list[list[int]]) -> list[Any]:
+    """Return the losses and counted samples of three steps, in which each rank's microbatches have so many rows."""
+    with Session(model=Dropping, example={"x": torch.zeros(4, 4)}, **SECTIONS) as session:
+        results: list[Any] = []
+        mine, first = [], 0
+        x = torch.randn(sum(map(sum, sizes)), 4, generator=torch.Generator().manual_seed(1))
+        for number in range(max(map(len, sizes))):
+            for rank, of_rank in enumerate(sizes):
+                rows = x[first : first + sum(of_rank[number : number + 1])]
+                if rank == session.layout.data_rank and number < len(of_rank):
+                    mine.append({"x": rows, "labels": rows.sum(1, keepdim=True)})
+                first += len(rows)
+        try:
+            for _ in range(3):
+                loss = session.step(mine, loss_function=squared_error).loss
+                results.append((pytest.approx(loss, rel=1e-12), session.progress.samples))
+        except ShardwiseError as error:
+            return [str(error)]
+    return results
+
+
+@pytest.mark.parametrize("sizes", [[[3], [2]], pytest.param([[3, 1], [2, 4]], marks=pytest.mark.slow)])
+def test_ranks_of_unequal_rows_drop_out_as_one_process_does(world_pool: WorldPool, sizes: list[list[int]]) -> None:
+    [alone] = world_pool.run(1, of_unequal_rows, [[size for number in zip(*sizes, strict=True) for size in number]])
+    assert [samples for _, samples in alone] == [sum(map(sum, sizes)) * step for step in (1, 2, 3)]
+    assert world_pool.run(2, of_unequal_rows, sizes) == [alone, alone]
+
+
+def of_unequal_rows_on_engine(store: str, sizes: list[list[int]]) -> list[Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # Gloo hangs on a rank that still connects when its peer closes
+    dist.destroy_process_group()
+    registration.register()
+    dist.init_process_group("shardwise", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    return of_unequal_rows(sizes)
+
+
+def test_unequally_many_microbatches_are_refused(world_pool: WorldPool, tmp_path: Path) -> None:
+    for (said,) in world_pool.run(2, of_unequal_rows_on_engine, str(tmp_path / "store"), [[3], [2, 2]]):
+        assert "(microbatches of a rank: 1) over world" in said and "bring equally many microbatches" in said
 
 
 def test_a_sessions_own_module_is_tried_too() -> None:

@@ -34,7 +34,7 @@ SAME_ORDER = (
     "A rank may skip blocks, but must run each at most once, in the order in which the module has them; put the blocks "
     "in that order, or let every rank run the same ones"
 )
-SAME_CALLS = "Let every rank take the same steps, evaluations and saves"
+SAME_CALLS = "Let every rank take the same steps, evaluations and saves, and bring equally many microbatches to each"
 
 
 @dataclass(frozen=True)

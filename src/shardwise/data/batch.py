@@ -47,6 +47,7 @@ class Batch:
     first_row: counter of the first row, known on the host of a batch that `to` has brought to an accelerator.
     lengths: of inputs that are joined (patches of images), the number of entries of each row in dim 1; what is behind
     is padding. The model gets the entries of all rows one behind the other. On the host.
+    is_numbered: False where `rows` are right but for what all of them are from, which the step tells (`numbered_from`).
     """
 
     inputs: dict[str, Tensor]
@@ -63,6 +64,7 @@ class Batch:
     whole_labels: Tensor | None = None
     lengths: dict[str, list[int]] = field(default_factory=dict)
     first_row: int | None = None
+    is_numbered: bool = True
 
     def arguments(self, rows: Sequence[int] | None = None) -> dict[str, Tensor]:
         """Return the inputs as the model takes them, of some rows or all: those that are joined without padding."""
@@ -109,7 +111,12 @@ class Batch:
             digest=self.digest,
             sequences_per_sample=self.sequences_per_sample,
             lengths=self.lengths,
+            is_numbered=self.is_numbered,
         )
+
+    def numbered_from(self, first: Tensor) -> Batch:
+        """Return the batch with rows that count from `first`, 0-dim."""
+        return replace(self, rows=self.rows - self.rows[:1] + first, first_row=None, is_numbered=True)
 
     def cut(self, number: int) -> Batch:
         """Return the batch with each sample [S] cut into `number` sequences [S / number], in order.

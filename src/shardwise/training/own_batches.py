@@ -30,7 +30,8 @@ def as_batches(
     Labels of a causal language model of transformers stand, as there, at their own token's position.
 
     Args:
-        samples: counter of the step's first row over all ranks, on which dropout depends.
+        samples: counter of the step's first row over all ranks, on which dropout depends. Where microbatches may be of
+            any size, the step finds out how many rows are ahead of each.
         has_own_loss: whether the loss is the job's, which for language models needs labels.
 
     Raises:
@@ -39,12 +40,14 @@ def as_batches(
     if not microbatches:
         raise ConfigError("step() got no microbatch; every rank brings at least one, and all equally many")
     rank, ranks = assembled.layout.data_rank, assembled.layout.data_ranks
+    has_one_size = _has_one_size(assembled, len(microbatches))
     batches = []
     for number, microbatch in enumerate(microbatches):
         batch = microbatch if isinstance(microbatch, Batch) else _as_batch(microbatch, assembled)
         if not isinstance(microbatch, Batch):
             first = samples + (number * ranks + rank) * len(batch.rows)
             batch.rows += first
+            batch.is_numbered = has_one_size
         if has_own_loss and isinstance(assembled.objective, LanguageModelling):
             if batch.labels is None:
                 raise ConfigError("a microbatch has no labels, of which the job takes its loss; give `labels` [B, S]")
@@ -53,11 +56,6 @@ def as_batches(
         _check_rows(batch, assembled, len(microbatches))
         batches.append(batch)
     return batches
-
-
-def rows_of_all_ranks(batches: Sequence[Batch], assembled: AssembledJob) -> int:
-    """Return the rows of a step of own batches, over the ranks that read rows of their own."""
-    return sum(len(batch.rows) for batch in batches) * assembled.layout.data_ranks
 
 
 def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
@@ -87,16 +85,24 @@ def _check_labels(labels: Tensor, assembled: AssembledJob) -> None:
         )
 
 
+def _has_one_size(assembled: AssembledJob, number: int) -> bool:
+    """Return whether `_check_rows` lets microbatches be of one size alone."""
+    is_shared = number * assembled.layout.data_ranks > 1
+    return bool(assembled.plan.stages) or not is_shared or assembled.facts.rows_together
+
+
 def _check_rows(batch: Batch, assembled: AssembledJob, number: int) -> None:
     planned = assembled.plan.microbatch * batch.sequences_per_sample
+    if not _has_one_size(assembled, number) or len(batch.rows) == planned:
+        return
     is_shared = number * assembled.layout.data_ranks > 1
-    if is_shared and assembled.facts.rows_together and len(batch.rows) != planned:
+    if is_shared and assembled.facts.rows_together:
         raise ConfigError(
             f"a microbatch has {len(batch.rows)} rows and training.microbatch_size={planned}: rows of "
             f"{assembled.facts.definition or assembled.facts.family} change each other's numbers, and a layout may not "
             f"say which are together; bring {planned} on every layout, or set training.microbatch_size"
         )
-    if assembled.plan.stages and len(batch.rows) != planned:
+    if assembled.plan.stages:
         raise ConfigError(
             f"a microbatch has {len(batch.rows)} rows and the pipeline was planned for training.microbatch_size="
             f"{planned}; stages exchange activations of one size"

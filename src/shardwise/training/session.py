@@ -59,7 +59,7 @@ from shardwise.training.given_model import GivenModel, ModelSource, model_refere
 from shardwise.training.loss_trial import LossTrials
 from shardwise.training.objectives.own_loss import LossFunction
 from shardwise.training.optimizer import ShardedOptimizer, learning_rate
-from shardwise.training.own_batches import Microbatch, as_batches, objective_for, rows_of_all_ranks
+from shardwise.training.own_batches import Microbatch, as_batches, objective_for
 from shardwise.training.recent_loss import RecentLoss
 from shardwise.training.setup import AssembledJob, assemble, prepare_data, study
 from shardwise.training.step import EvaluationResult, StepResult, evaluate, train_step
@@ -308,7 +308,7 @@ class Session:
         if self.model.ema is not None and not result.skipped:
             self.model.ema.update()
         mark_phase("records")
-        self._advance(result, batches)
+        self._advance(result)
         length = self.plan.sequence_length // batches[0].sequences_per_sample
         record = step_record(self.assembled, self.progress, result, rate, length, time.perf_counter() - began)
         self.callbacks.call("on_step_end", self, record)
@@ -528,22 +528,23 @@ class Session:
         assembled = self.assembled
         failed = self.callbacks.failure is not None or self.checkpoints.failed
         trials = self._loss_trials if len(batches) * self.layout.data_ranks > 1 else None
+        is_own = self._data_state is None or not all(batch.is_numbered for batch in batches)
         try:
             with objective_for(assembled, loss_function, trials) as objective, self.calls.final_if_it_fails():
                 return train_step(
                     assembled.model, objective, batches, assembled.optimizer, assembled.scaler, self.progress.step,
-                    stop=self._requested is not None, failed=failed,
+                    stop=self._requested is not None, failed=failed, samples=self._samples if is_own else None,
                 )  # fmt: skip
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise out_of_memory(assembled, error) from error
             raise
 
-    def _advance(self, result: StepResult, batches: list[Batch]) -> None:
+    def _advance(self, result: StepResult) -> None:
         """Count what the step has consumed."""
         before = self.progress
         self._recent.add(result)
-        samples, state = before.samples + rows_of_all_ranks(batches, self.assembled), dict[str, int]()
+        samples, state = before.samples + result.rows, dict[str, int]()
         if self._data_state is not None:
             state = self._data_state.state_dict()
             samples = state.pop(SAMPLES)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,7 @@ class StepResult:
         routers: use of the experts in the step; None for a model without watched routers.
         metrics: what the objective measures beside its loss, by name.
         figures: of each rank, before the update; empty on a CPU, which measures the whole step.
+        rows: of all ranks; 0 for batches that a stream of data has numbered.
     """
 
     loss: float
@@ -81,6 +82,7 @@ class StepResult:
     routers: RouterTotals | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     figures: Figures = field(default_factory=dict)
+    rows: int = 0
 
 
 class EvaluationResult(NamedTuple):
@@ -121,10 +123,24 @@ class Control(NamedTuple):
     Attributes:
         message: the sum; None where the host has not read it.
         on_device: the same then, int64.
+        rows: int64 of each microbatch, and of each rank within; beside `on_device`, or on the host. None where batches
+            are numbered.
     """
 
     message: ControlMessage | None
     on_device: Tensor | None = None
+    rows: Tensor | None = None
+
+    def numbered(self, batches: Sequence[Batch], samples: int, model: ParallelModel) -> list[Batch]:
+        """Return the batches on the model's device, with rows that follow on those of earlier ones and ranks."""
+        if self.rows is None:
+            return [batch.to(model.device) for batch in batches]
+        if self.on_device is not None:
+            batches = [batch.to(model.device) for batch in batches]
+        firsts = (samples + self.rows.cumsum(0) - self.rows).view(len(batches), -1)[:, model.layout.data_rank]
+        pairs = zip(batches, firsts, strict=True)
+        batches = [batch if batch.is_numbered else batch.numbered_from(first) for batch, first in pairs]
+        return [batch.to(model.device) for batch in batches]
 
     def seed(self, model: ParallelModel, loss_scale: float) -> Tensor:
         """Return the gradient of each microbatch's summed loss, 0-dim."""
@@ -148,6 +164,7 @@ class ReducedSums(NamedTuple):
         control: of the messages before the step.
         routers: use of the experts; None for a model without watched routers.
         figures: of each rank, as a step's result has them.
+        rows: of all ranks; 0 where batches are numbered.
     """
 
     loss: float
@@ -157,6 +174,7 @@ class ReducedSums(NamedTuple):
     control: ControlMessage
     routers: RouterTotals | None
     figures: Figures
+    rows: int
 
 
 def train_step(
@@ -168,6 +186,7 @@ def train_step(
     step: int,
     stop: bool = False,
     failed: bool = False,
+    samples: int | None = None,
 ) -> StepResult:
     """Take one optimizer step with this rank's microbatches. Collective: every rank calls it with equally many.
 
@@ -180,6 +199,7 @@ def train_step(
         step: number of the step from 0.
         stop: this rank's wish to end the run after the step.
         failed: this rank's last checkpoint could not be written.
+        samples: rows of all steps before, on which those of batches follow that are not numbered; unset: none are.
 
     Raises:
         ConfigError: `model` is no ParallelModel.
@@ -188,12 +208,14 @@ def train_step(
     normalisation = NORMALISATIONS[model.plan.normalisation]
     labels, data_hash = sum(int(batch.count()) for batch in batches), wrap(sum(batch.digest for batch in batches))
     batches = weighted(batches, normalisation)
-    samples = round(sum(float(batch.count()) for batch in batches))
-    control = exchange_control(model, ControlMessage(labels, samples, int(stop), int(failed), data_hash))
+    counted = round(sum(float(batch.count()) for batch in batches))
+    sizes = None if samples is None else [len(batch.rows) for batch in batches]
+    control = exchange_control(model, ControlMessage(labels, counted, int(stop), int(failed), data_hash), sizes)
+    batches = control.numbered(batches, samples or 0, model)
     model.scale_router_losses(scaler.scale)
     optimizer.begin(scaler.scale)
     seed = control.seed(model, scaler.scale)
-    totals = model.run(objective, [batch.to(model.device) for batch in batches], step, seed)
+    totals = model.run(objective, batches, step, seed)
     sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, control, objective.measured())
     agreed, counts = sums.control, sums.control.counts
     if step == 0:
@@ -218,6 +240,7 @@ def train_step(
         sums.routers,
         objective.metrics(sums.measured, counts.samples),
         sums.figures,
+        sums.rows,
     )
 
 
@@ -249,15 +272,18 @@ def weighted(batches: Sequence[Batch], normalisation: Normalisation) -> Sequence
     return [batch.with_sample_weights() for batch in batches] if normalisation.weighs_samples else batches
 
 
-def exchange_control(model: ParallelModel, message: ControlMessage) -> Control:
+def exchange_control(model: ParallelModel, message: ControlMessage, sizes: Sequence[int] | None = None) -> Control:
     """Sum the ranks' messages, in int64, whose sums wrap around. Collective.
+
+    Args:
+        sizes: rows of each of this rank's microbatches, where all ranks are to know those of all.
 
     Raises:
         DataError: ranks that work on the same rows have other samples than each other; on every rank.
     """
     mark_phase("forward")
     if dist.get_world_size() == 1:  # a GPU would be waited for
-        return Control(message)
+        return Control(message, rows=None if sizes is None else torch.tensor(sizes))
     reports = model.is_reporting_rank
     labels, samples, stop, failed, data_hash = message
     # The hashes of ranks that work on the same rows cancel out.
@@ -267,15 +293,25 @@ def exchange_control(model: ParallelModel, message: ControlMessage) -> Control:
     values = [labels if reports else 0, samples if reports else 0, stop, failed, data_hash if reports else 0, unequal]
     # A host that reads the sum need not wait for its accelerator, which may still be at the last update.
     on_host = others and carries_host_memory()
-    control = moved(torch.tensor(values, dtype=torch.int64), accelerator.HOST if on_host else model.device)
-    with CONTROL:
+    rows = torch.zeros(len(sizes or ()), model.layout.data_ranks, dtype=torch.int64)
+    if sizes and reports:
+        rows[:, model.layout.data_rank] = torch.tensor(sizes)
+    sent = torch.cat([torch.tensor(values, dtype=torch.int64), rows.flatten()])
+    control = moved(sent, accelerator.HOST if on_host else model.device)
+    with _control_of(sizes):
         dist.all_reduce(control)
+    end = len(values)
     if not others:
-        return Control(None, control[:-1])
-    *sums, difference = control.tolist()
-    if difference:
+        return Control(None, control[: end - 1], control[end:] if sizes else None)
+    sums = control.tolist()
+    if sums[end - 1]:
         raise DataError(SAME_SAMPLES)
-    return Control(ControlMessage(*sums))
+    return Control(ControlMessage(*sums[: end - 1]), rows=torch.tensor(sums[end:]) if sizes else None)
+
+
+def _control_of(sizes: Sequence[int] | None) -> CollectiveName:
+    """Return the message's name, by which ranks that bring unequally many microbatches are told apart."""
+    return CONTROL if sizes is None else replace(CONTROL, unit=f"{CONTROL.unit} (microbatches of a rank: {len(sizes)})")
 
 
 def reduce_loss_and_norm(
@@ -301,8 +337,9 @@ def reduce_loss_and_norm(
     nothing = torch.empty(0, dtype=torch.int64, device=model.device)
     of_routers = nothing if model.routers is None else model.routers.measured()
     message = nothing if control.on_device is None else control.on_device
-    values = read_at_once([*sums.split([len(part) for part in parts]), of_routers, message])
-    [squared], used, figures, [loss, counted, *of_objective], routes, agreed = values
+    rows = nothing if control.rows is None else moved(control.rows, model.device)
+    values = read_at_once([*sums.split([len(part) for part in parts]), of_routers, message, rows])
+    [squared], used, figures, [loss, counted, *of_objective], routes, agreed, sizes = values
     model.settle_use(*(count > 0 for count in used))
     return ReducedSums(
         loss,
@@ -312,6 +349,7 @@ def reduce_loss_and_norm(
         control.message or ControlMessage(*agreed),
         None if model.routers is None else model.routers.totals(routes),
         figures_of(figures),
+        sum(sizes),
     )
 
 
