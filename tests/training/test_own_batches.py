@@ -115,6 +115,43 @@ def test_unequally_many_microbatches_are_refused(world_pool: WorldPool, tmp_path
         assert "(microbatches of a rank: 1) over world" in said and "bring equally many microbatches" in said
 
 
+def refusals_of_shared_sequences(job: Job) -> list[str]:
+    """Return what a session of context ranks says of microbatches of which they would see less than one process."""
+    said: list[str] = []
+    ids = torch.arange(16).view(2, 8)
+    padded_ahead, padded_behind, counted = torch.ones(3, 2, 8, dtype=torch.int64)
+    padded_ahead[0, :3] = padded_behind[0, 5:] = counted[0, 5:] = 0
+    labels = ids.masked_fill(padded_behind == 0, -100)
+    starting_anew = torch.arange(8).remainder(5).expand(2, 8)
+    refused = [
+        {"attention_mask": padded_ahead},
+        {"attention_mask": counted, "labels": ids},
+        {"attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool)},
+        {"position_ids": starting_anew},
+    ]
+    with Session(job) as session:
+        for more in refused:
+            with pytest.raises(ShardwiseError) as error:
+                session.step({"input_ids": ids, "labels": labels, **more})
+            said.append(str(error.value))
+        with pytest.raises(ShardwiseError) as error:
+            session.step({"inputs_embeds": torch.zeros(2, 8, 26), "labels": labels})
+        said.append(str(error.value))
+        session.step({"input_ids": ids, "labels": labels, "attention_mask": padded_behind})
+        session.step({"input_ids": ids, "labels": labels, "position_ids": torch.arange(8).expand(2, 8) + 3})
+        ones = torch.ones_like(ids)
+        session.step({"input_ids": ids, "labels": labels, "position_ids": starting_anew, "attention_mask": ones})
+    return said
+
+
+def test_masks_and_positions_that_context_ranks_do_not_see_are_refused(world_pool: WorldPool, corpora: Path) -> None:
+    job = make_job(corpora, "llama", layers=1, parallel={"context_parallel_degree": 2})
+    for masked, counted, dims, positions, embeddings in world_pool.run(2, refusals_of_shared_sequences, job):
+        assert "hides tokens from others" in masked and "hides tokens from others" in counted
+        assert "attention_mask of [2, 1, 8, 8]" in dims and "no input_ids" in embeddings
+        assert "do not count up" in positions and "parallel.context_parallel_degree 1" in positions
+
+
 def test_a_sessions_own_module_is_tried_too() -> None:
     job = Job.model_validate(SECTIONS)
     example = {"x": torch.zeros(2, POSITIONS, WIDTH)}

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shardwise.data.batch import Batch, one_ahead
 from shardwise.errors import ConfigError
+from shardwise.job.tasks import IGNORED
 from shardwise.model.class_loss import NEXT, OTHER
+from shardwise.parallel.context import ContextParallel
 from shardwise.parallel.objective import Objective
 from shardwise.training.loss_trial import LossTrials
 from shardwise.training.objectives.language_modelling import LanguageModelling
@@ -54,6 +56,8 @@ def as_batches(
             if not isinstance(microbatch, Batch):  # whose labels are aligned, and of tokens
                 _check_labels(batch.labels, assembled)
         _check_rows(batch, assembled, len(microbatches))
+        if assembled.model.context is not None and batch.document_ids is None:
+            _check_sequences(batch, assembled.model.context, assembled.given_labels == NEXT)
         batches.append(batch)
     return batches
 
@@ -107,6 +111,45 @@ def _check_rows(batch: Batch, assembled: AssembledJob, number: int) -> None:
             f"a microbatch has {len(batch.rows)} rows and the pipeline was planned for training.microbatch_size="
             f"{planned}; stages exchange activations of one size"
         )
+
+
+def _check_sequences(batch: Batch, context: ContextParallel, causal: bool) -> None:
+    """Refuse what ranks that share sequences would not see of them."""
+    ids, mask, labels = batch.inputs.get("input_ids"), batch.inputs.get("attention_mask"), batch.labels
+    way_out = f"or use parallel.context_parallel_degree 1 in the place of {context.degree}"
+    if ids is None or labels is None:
+        raise ConfigError(
+            f"a microbatch has no {'labels' if ids is not None else 'input_ids'}, and ranks share their sequences; "
+            f"bring both, {way_out}"
+        )
+    if context.forward is not None:  # the model sees all else whole
+        return
+    for name, value in (*batch.inputs.items(), ("labels", labels)):
+        if value.shape[1:2] != ids.shape[1:2]:
+            raise ConfigError(
+                f"a microbatch has input_ids of the shape {list(ids.shape)} and {name} of {list(value.shape)}, and "
+                f"ranks share dim 1 of all tensors; bring [B, {ids.shape[1]}, ...], {way_out}"
+            )
+    if mask is not None and not _hides_no_more_than_ends(mask != 0, labels, causal):
+        ends = "only hide the end of a row, with labels of -100 there" if causal else "hide nothing"
+        raise ConfigError(
+            "the attention_mask of a microbatch hides tokens from others, and ranks that share sequences make masks of "
+            f"their own; let it {ends}, {way_out}"
+        )
+    positions = batch.inputs.get("position_ids")
+    if causal and mask is None and positions is not None and bool((positions.diff(dim=1) != 1).any()):
+        raise ConfigError(
+            "position_ids of a microbatch do not count up, by which transformers tells documents apart, and ranks that "
+            f"share sequences do not; add an attention_mask of ones if they are one document each, {way_out}"
+        )
+
+
+def _hides_no_more_than_ends(mask: Tensor, labels: Tensor, causal: bool) -> bool:
+    """Return whether what a mask [B, S] hides is seen by no counted label's position, whether it is hidden or not."""
+    if not causal:
+        return bool(mask.all())
+    starts_anew = mask[:, 1:] & ~mask[:, :-1]
+    return not bool(starts_anew.any()) and not bool((~mask & (labels != IGNORED)).any())
 
 
 @contextmanager
