@@ -188,6 +188,28 @@ def refusals(job: Job) -> list[str]:
     return said
 
 
+def test_a_learning_rate_that_the_schedule_would_overwrite_is_refused(world_pool: WorldPool) -> None:
+    [(refused, rates)] = world_pool.run(1, with_a_scheduler)
+    assert "give step(learning_rate=...)" in refused
+    assert rates == pytest.approx([3e-4, 3e-5])  # of 3e-3, the default
+
+
+def with_a_scheduler() -> tuple[str, list[float]]:
+    """Return what a step says of a scheduler on the optimizer, and the rates of steps that are given its own."""
+    with Session(model=Dropping, example={"x": torch.zeros(4, 4)}, **SECTIONS) as session:
+        batch = {"x": torch.ones(4, 4), "labels": torch.ones(4, 1)}
+        inner, rates = session.optimizer.inner, []
+        session.step(batch, loss_function=squared_error)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.1 ** (step + 1))
+        with pytest.raises(ShardwiseError) as refused:
+            session.step(batch, loss_function=squared_error)
+        for _ in range(2):
+            rates.append(scheduler.get_last_lr()[0])
+            session.step(batch, loss_function=squared_error, learning_rate=rates[-1])
+            scheduler.step()
+        return str(refused.value), rates
+
+
 def test_calls_that_cannot_be_meant_are_refused(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = make_job(corpora, "gpt2", layers=1).model_copy(update={"output": str(tmp_path / "run")})
     for said in world_pool.run(2, refusals, job):

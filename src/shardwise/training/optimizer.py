@@ -201,6 +201,10 @@ class ShardedOptimizer:
         for _, local in self.locals:
             local.grad = None
 
+    def rates(self) -> list[float]:
+        """Return the learning rate of each of torch's groups."""
+        return [group["lr"] for group in self.inner.param_groups]
+
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next step; groups with one of their own keep its ratio to the job's."""
         for group in self.inner.param_groups:

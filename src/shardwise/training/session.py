@@ -190,6 +190,7 @@ class Session:
         has_data = assembled.given_data is not None
         self.assembled = assembled
         open_record(self.rank)
+        self._rates = self.optimizer.rates()
         self.callbacks = CallbackList(callbacks, self.rank)
         self.checkpoints = RunCheckpoints(assembled)
         self._exit.callback(self.checkpoints.close)
@@ -302,9 +303,12 @@ class Session:
         self.callbacks.call("on_step_begin", self)
         given = [batch] if isinstance(batch, Batch | Mapping) else batch
         batches = as_batches(given, self.assembled, self._samples, loss_function is None)
+        if learning_rate is None:
+            self._check_rates()
         rate = self.scheduled_rate() if learning_rate is None else learning_rate
         self.optimizer.set_learning_rate(rate)
         result = self._train(batches, loss_function)
+        self._rates = self.optimizer.rates()
         if self.model.ema is not None and not result.skipped:
             self.model.ema.update()
         mark_phase("records")
@@ -523,6 +527,16 @@ class Session:
     def scheduled_rate(self) -> float:
         """Return the learning rate of the next step by the job's schedule."""
         return learning_rate(self.job.optimizer, self.progress.step, self.plan.steps, self.plan.warmup_steps)
+
+    def _check_rates(self) -> None:
+        """Refuse a learning rate that a scheduler of torch or the caller has set, and the job's schedule would not."""
+        rates = self.optimizer.rates()
+        if rates != self._rates:
+            raise ConfigError(
+                f"the learning rates of session.optimizer.inner were changed from {self._rates} to {rates}, and the "
+                "schedule of the job sets those of each step; give step(learning_rate=...), such as get_last_lr()[0] "
+                "of a scheduler, or set optimizer.schedule"
+            )
 
     def _train(self, batches: list[Batch], loss_function: LossFunction | None) -> StepResult:
         assembled = self.assembled
