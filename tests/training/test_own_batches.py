@@ -210,6 +210,24 @@ def with_a_scheduler() -> tuple[str, list[float]]:
         return str(refused.value), rates
 
 
+def without_gradients() -> tuple[list[float], str]:
+    """Return the gradient norms of a step, and of one under `no_grad`, and what one says of inference mode."""
+    batch = {"x": torch.ones(4, 4), "labels": torch.ones(4, 1)}
+    with Session(model=Dropping, example={"x": torch.zeros(4, 4)}, **SECTIONS) as session:
+        norms = [session.step(batch, loss_function=squared_error).grad_norm]
+        with pytest.raises(ShardwiseError) as refused, torch.inference_mode():
+            session.step(batch, loss_function=squared_error)
+    with Session(model=Dropping, example={"x": torch.zeros(4, 4)}, **SECTIONS) as session, torch.no_grad():
+        norms.append(session.step(batch, loss_function=squared_error).grad_norm)
+    return norms, str(refused.value)
+
+
+def test_a_step_has_gradients_under_no_grad_too(world_pool: WorldPool) -> None:
+    [((norm, under_no_grad), refused)] = world_pool.run(1, without_gradients)
+    assert norm == under_no_grad != 0
+    assert "inference_mode() has no gradients" in refused
+
+
 def test_calls_that_cannot_be_meant_are_refused(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = make_job(corpora, "gpt2", layers=1).model_copy(update={"output": str(tmp_path / "run")})
     for said in world_pool.run(2, refusals, job):

@@ -23,7 +23,7 @@ from shardwise.collectives.carriers import carries_host_memory
 from shardwise.collectives.names import CollectiveName
 from shardwise.collectives.rank_record import WorkUnit, begin_unit, mark_phase
 from shardwise.data.batch import Batch, moved, wrap
-from shardwise.errors import DataError, ModelError, require_type
+from shardwise.errors import ConfigError, DataError, ModelError, require_type
 from shardwise.job.devices import widest_float
 from shardwise.kernels.precision import LossScaler
 from shardwise.parallel.model import ParallelModel
@@ -177,6 +177,7 @@ class ReducedSums(NamedTuple):
     rows: int
 
 
+@torch.enable_grad()  # a caller's no_grad would leave all parameters without gradients
 def train_step(
     model: ParallelModel,
     objective: Objective,
@@ -202,9 +203,11 @@ def train_step(
         samples: rows of all steps before, on which those of batches follow that are not numbered; unset: none are.
 
     Raises:
-        ConfigError: `model` is no ParallelModel.
+        ConfigError: `model` is no ParallelModel, or torch is in inference mode.
     """
     require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("a step in torch.inference_mode() has no gradients; call it outside of that")
     normalisation = NORMALISATIONS[model.plan.normalisation]
     labels, data_hash = sum(int(batch.count()) for batch in batches), wrap(sum(batch.digest for batch in batches))
     batches = weighted(batches, normalisation)
