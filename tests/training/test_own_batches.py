@@ -63,6 +63,34 @@ def _of_data_of_job(module: nn.Module) -> float | str:
         return str(error)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.blocks(x) * scale  # type: ignore[no-any-return]
+
+
+def with_shared_inputs() -> list[tuple[float, int]]:
+    """Return loss and samples of a step with one scale for all rows: ahead of them, behind them, and without dims."""
+    x, labels, results = torch.ones(4, 4), torch.ones(4, 1), []
+    one = torch.ones(1, 1)
+    for batch in ({"scale": one, "x": x}, {"x": x, "scale": one}, {"scale": one[0, 0], "x": x}):
+        example = {"x": torch.zeros(4, 4), "scale": one}
+        with Session(model=Scaled, example=example, **SECTIONS) as session:
+            step = (mapping for mapping in [{**batch, "labels": labels}])
+            loss = session.evaluate([{**batch, "labels": labels}], loss_function=squared_error)
+            results.append((session.step(step, loss_function=squared_error).loss, session.progress.samples))
+            assert results[-1][0] == pytest.approx(loss)
+    return results
+
+
+def test_rows_are_those_of_the_labels_where_an_input_is_shared(world_pool: WorldPool) -> None:
+    [[ahead, behind, number]] = world_pool.run(1, with_shared_inputs)
+    assert ahead == behind == number and ahead[1] == 4
+
+
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()

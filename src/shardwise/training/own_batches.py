@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -25,7 +25,7 @@ Microbatch = Batch | Mapping[str, Tensor]
 
 
 def as_batches(
-    microbatches: Sequence[Microbatch], assembled: AssembledJob, samples: int, has_own_loss: bool
+    given: Microbatch | Iterable[Microbatch], assembled: AssembledJob, samples: int, has_own_loss: bool
 ) -> list[Batch]:
     """Return batches of what a loop brings; mappings hold keyword arguments of the model, and `labels`.
 
@@ -39,6 +39,7 @@ def as_batches(
     Raises:
         ConfigError: there are none, or no labels, or a pipeline gets another number of rows than it was planned for.
     """
+    microbatches = [given] if isinstance(given, Batch | Mapping) else list(given)
     if not microbatches:
         raise ConfigError("step() got no microbatch; every rank brings at least one, and all equally many")
     rank, ranks = assembled.layout.data_rank, assembled.layout.data_ranks
@@ -71,8 +72,11 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
     labels = tensors.get("labels")
     if labels is not None and assembled.given_labels == NEXT:
         labels = one_ahead(labels)
-    first = next(iter(inputs.values()))
-    return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(first), device=first.device))
+    # An input may be a table that all rows share.
+    counted = next((value for value in (labels, *inputs.values()) if value is not None and value.dim()), None)
+    if counted is None:
+        raise ConfigError("a microbatch has no tensor with a dim, of which dim 0 are its rows; give inputs as [B, ...]")
+    return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(counted), device=counted.device))
 
 
 def _check_labels(labels: Tensor, assembled: AssembledJob) -> None:

@@ -276,7 +276,7 @@ class Session:
     @collective
     def step(
         self,
-        batch: Microbatch | Sequence[Microbatch],
+        batch: Microbatch | Iterable[Microbatch],
         loss_function: LossFunction | None = None,
         learning_rate: float | None = None,
     ) -> StepResult:
@@ -301,8 +301,7 @@ class Session:
             self._begin_step()
         began, self._fetched = self._fetched or time.perf_counter(), None
         self.callbacks.call("on_step_begin", self)
-        given = [batch] if isinstance(batch, Batch | Mapping) else batch
-        batches = as_batches(given, self.assembled, self._samples, loss_function is None)
+        batches = as_batches(batch, self.assembled, self._samples, loss_function is None)
         if learning_rate is None:
             self._check_rates()
         rate = self.scheduled_rate() if learning_rate is None else learning_rate
@@ -331,7 +330,7 @@ class Session:
     @collective
     def evaluate(
         self,
-        batches: Iterable[Sequence[Microbatch]] | None = None,
+        batches: Iterable[Microbatch | Iterable[Microbatch]] | None = None,
         loss_function: LossFunction | None = None,
     ) -> float:
         """Return the mean loss of the validation split, or of the caller's steps of microbatches, at this point.
@@ -399,7 +398,7 @@ class Session:
             return {"ema": self._evaluated(objective, self.assembled.evaluation(self.assembled.data.validation))}
 
     def _evaluated(
-        self, objective: Objective, batches: Iterable[Sequence[Microbatch]], has_own_loss: bool = True
+        self, objective: Objective, batches: Iterable[Microbatch | Iterable[Microbatch]], has_own_loss: bool = True
     ) -> EvaluationResult:
         steps = [as_batches(microbatches, self.assembled, self._samples, has_own_loss) for microbatches in batches]
         if not steps:
