@@ -100,6 +100,24 @@ def test_preferences_on_two_ranks(world_pool: WorldPool, preferences: Path, layo
     check(world_pool, preference_job(preferences, "llama", layout, **QUICK[layout]), layout)
 
 
+IN_FP32 = {  # seed, learning rate, betas and beta
+    "margins that nearly cancel": (3, 0.005, [0.95, 0.99], 0.7),
+    "weight decay that cancels clipped gradients": (6, 0.001, [0.8, 0.95], 0.3),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", IN_FP32)
+def test_ipo_in_fp32_is_allowed_its_rounding(world_pool: WorldPool, preferences: Path, case: str) -> None:
+    seed, rate, betas, beta = IN_FP32[case]
+    training = {**FIVE, "seed": seed, "dpo": {"beta": beta, "loss": "ipo"}}
+    job = preference_job(preferences, "llama", "shard 2", training=training)
+    options = {"name": "Adam", "learning_rate": rate, "options": {"betas": betas}}
+    update = {"precision": PrecisionSection(compute="fp32"), "optimizer": job.optimizer.model_copy(update=options)}
+    report = world_pool.run(2, verify_with_facts, job.model_copy(update=update), study(job), timeout=600)[0]
+    assert report.agrees, f"{report.first}\n{report.diagnosis}"
+
+
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     "experts": {"model": {"num_local_experts": 4}},
     # Named, since peft's all-linear adapts Mixtral's routers too, which are no nn.Linear.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.testing.oracle_rounding import inner_rounding
+from shardwise.testing.oracle_rounding import inner_rounding, loss_rounding
 
 WEIGHT = torch.linspace(0.3, 1.7, 24, dtype=torch.float64).view(4, 6)
 SINGLE = torch.linspace(-1.0, 1.0, 24).view(6, 4)
@@ -48,3 +48,11 @@ def test_fp64_alone_has_none() -> None:
 )
 def test_fp32_inside_is_measured(loss: Callable[[Tensor], Tensor]) -> None:
     assert 1e-9 < measured(loss) < 1e-5
+
+
+def test_a_loss_that_nearly_cancels_is_rounded_further() -> None:
+    def square_of(rest: float) -> float:
+        return loss_rounding(lambda: float((torch.full((8,), 16.0).sum() - (128 - rest)).square()))
+
+    assert 1e-3 < square_of(0.01) < 1e-2
+    assert square_of(100.0) < 1e-6

@@ -36,8 +36,9 @@ def _log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _ratio(policy: Tensor, reference: Tensor, place: Tensor, settings: DpoSection) -> Tensor:
     """The logarithm of pi(y | x) / pi_ref(y | x) of a completion; its mean over its labels if asked for."""
-    ratio = (policy - reference)[place]
-    return ratio.mean() if settings.length_normalised else ratio.sum()
+    # Of whole sums, as any other program: what they round is seen where rounding is measured.
+    ratio = policy[place].sum() - reference[place].sum()
+    return ratio / int(place.sum()) if settings.length_normalised else ratio
 
 
 def _pair_loss(margin: Tensor, settings: DpoSection) -> Tensor:

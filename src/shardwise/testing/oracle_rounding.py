@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.model.experts import holds_experts
-from shardwise.testing.comparison import Tolerance, compare_tensors
+from shardwise.testing.comparison import Tolerance, compare_numbers, compare_tensors
 from shardwise.testing.oracle import Oracle
 from shardwise.testing.widening import WithoutNarrowing
 
@@ -140,20 +140,34 @@ def _rounded_weights(oracle: Oracle, dtype: torch.dtype) -> Iterator[None]:
 
 
 def inner_rounding(oracle: Oracle, step: int) -> float:
-    """Return how far the gradients of an fp64 oracle move, relative to each tensor, by what fp32 inside it does.
+    """Return how far fp32 inside an oracle moves its loss and gradients, relative to the loss and to each tensor.
 
     It is the most of a few runs: one without that fp32, where the model can do without, and some in which what is cast
     to fp32, or computed in it, is moved by about as much as rounding does.
     """
-    narrow = _run(oracle, step)[1]
+    loss, gradients = _run(oracle, step)
     moved = []
     with suppress(RuntimeError), WithoutNarrowing():
-        moved.append(_run(oracle, step)[1])
+        moved.append(_run(oracle, step))
     for draw in range(DRAWS):
         with _MovedSingles(draw):
-            moved.append(_run(oracle, step)[1])
-    differences = (compare_tensors(0, "", narrow, gradients, Tolerance(0.0)) for gradients in moved)
-    return max(difference.error for compared in differences for difference in compared)
+            moved.append(_run(oracle, step))
+    differences = (compare_tensors(0, "", gradients, others, Tolerance(0.0)) for _, others in moved)
+    errors = [difference.error for compared in differences for difference in compared]
+    return max(*errors, *(compare_numbers(0, "", loss, other, Tolerance(0.0)).error for other, _ in moved))
+
+
+def loss_rounding(evaluate: Callable[[], float]) -> float:
+    """Return how far rounding in fp32 moves the loss that `evaluate` returns, relative to it; the most of a few runs.
+
+    A loss may be a difference that nearly cancels (IPO's is the square of one), which no tolerance fits that was set
+    for a sum.
+    """
+    right, moved = evaluate(), []
+    for draw in range(DRAWS):
+        with _MovedSingles(draw):
+            moved.append(evaluate())
+    return max(compare_numbers(0, "", loss, right, Tolerance(0.0)).error for loss in moved)
 
 
 class _MovedSingles(TorchFunctionMode):
