@@ -118,6 +118,16 @@ def test_ipo_in_fp32_is_allowed_its_rounding(world_pool: WorldPool, preferences:
     assert report.agrees, f"{report.first}\n{report.diagnosis}"
 
 
+@pytest.mark.sampled(1)
+def test_ipo_in_fp16_may_overflow_in_its_first_steps(world_pool: WorldPool, preferences: Path) -> None:
+    """The model is its reference until it is updated, and each loss a plain fraction."""
+    job = preference_job(preferences, "llama", "shard 2", dpo={"beta": 0.1, "loss": "ipo", "length_normalised": True})
+    job = job.model_copy(update={"precision": PrecisionSection(compute="fp16")})
+    report = world_pool.run(2, verify_with_facts, job, study(job), timeout=600)[0]
+    assert report.agrees, f"{report.first}\n{report.diagnosis}"
+    assert any("overflowed" in note for note in report.notes)
+
+
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     "experts": {"model": {"num_local_experts": 4}},
     # Named, since peft's all-linear adapts Mixtral's routers too, which are no nn.Linear.

@@ -14,17 +14,17 @@ PAIRS = {"training": {"objective": "dpo", "dpo": {"loss": "ipo"}}, "data": {"for
 
 
 @pytest.mark.parametrize(
-    ("sections", "step", "losses", "is_suspect"),
+    ("sections", "is_first", "losses", "is_suspect"),
     [
-        ({}, 0, [25.0, 50.0], True),
-        ({}, 0, [25.0, 50.00001], False),
-        (PAIRS, 0, [25.0, 50.0], False),  # (1 / (2 beta))^2 a pair, while the model is its reference
-        (PAIRS, 1, [25.0, 50.0], True),
+        ({}, True, [25.0, 50.0], True),
+        ({}, True, [25.0, 50.00001], False),
+        (PAIRS, True, [25.0, 50.0], False),  # (1 / (2 beta))^2 a pair, while the model is its reference
+        (PAIRS, False, [25.0, 50.0], True),
     ],
 )
 def test_losses_in_16_bits_are_found(
-    sections: dict[str, Any], step: int, losses: list[float], is_suspect: bool
+    sections: dict[str, Any], is_first: bool, losses: list[float], is_suspect: bool
 ) -> None:
     plan: Any = SimpleNamespace(job=Job.model_validate(sections), dtypes=SimpleNamespace(loss="fp32"))
-    ours: Any = SimpleNamespace(step=step, precision=[SimpleNamespace(loss={"loss": 1}, losses=losses)])
-    assert bool(_coarse_loss(plan, ours)) is is_suspect
+    ours: Any = SimpleNamespace(precision=[SimpleNamespace(loss={"loss": 1}, losses=losses)])
+    assert bool(_coarse_loss(plan, ours, is_first)) is is_suspect

@@ -23,13 +23,16 @@ from shardwise.testing.precision_record import COARSE, holds_numbers_of
 EXACT = 0.05  # of the noise of 16 bits: what is nearer to fp32 than that was computed in it
 
 
-def compare_dtypes(plan: Plan, ours: Captured, oracle: Oracle) -> list[Difference]:
-    """Return a difference for each role, named by a sentence where it is wrong; the oracle has made the same update."""
+def compare_dtypes(plan: Plan, ours: Captured, oracle: Oracle, is_first: bool) -> list[Difference]:
+    """Return a difference for each role, named by a sentence where it is wrong; the oracle has made the same update.
+
+    `is_first` says that no step before has updated the model: in fp16 those before it may have overflowed.
+    """
     sentences = {
         "compute": _compute(plan, ours),
         "reduction": _unlike("gradients are summed over ranks in", "reduction", plan, ours),
         "sums": _coarse_sums(plan, ours, oracle),
-        "loss": "" if oracle.narrows_logits else _loss(plan, ours),
+        "loss": "" if oracle.narrows_logits else _loss(plan, ours, is_first),
         "parameters": _unlike("master weights are in", "parameters", plan, ours)
         or _coarse_parameters(plan, ours, oracle),
         "optimizer": _unlike("the optimizer's state is in", "optimizer", plan, ours)
@@ -57,8 +60,8 @@ def _compute(plan: Plan, ours: Captured) -> str:
     return "" if plan.float8 else _unlike("blocks compute in", "compute", plan, ours)
 
 
-def _loss(plan: Plan, ours: Captured) -> str:
-    return _unlike("the loss is taken in", "loss", plan, ours) or _coarse_loss(plan, ours)
+def _loss(plan: Plan, ours: Captured, is_first: bool) -> str:
+    return _unlike("the loss is taken in", "loss", plan, ours) or _coarse_loss(plan, ours, is_first)
 
 
 def _unlike(what: str, role: str, plan: Plan, ours: Captured) -> str:
@@ -72,8 +75,8 @@ def _unlike(what: str, role: str, plan: Plan, ours: Captured) -> str:
     return ""
 
 
-def _coarse_loss(plan: Plan, ours: Captured) -> str:
-    if plan.job.reads_pairs and ours.step == 0:  # the model is its reference yet, and the loss ipo a plain fraction
+def _coarse_loss(plan: Plan, ours: Captured, is_first: bool) -> str:
+    if plan.job.reads_pairs and is_first:  # the model is its reference yet, and the loss ipo a plain fraction
         return ""
     losses = [loss for record in ours.precision if record.loss for loss in record.losses if loss]
     for dtype in COARSE if losses else ():

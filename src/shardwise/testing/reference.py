@@ -203,7 +203,7 @@ class OracleReference:
         noise = self._update_noise(step, update_with, before) if self.led or self._is_fp64 else {}
         oracle.update(step, update_with)
         update = Update(self.weights or before[0], ours.parameters)
-        differences += compare_dtypes(self.plan, ours, oracle) + forward
+        differences += compare_dtypes(self.plan, ours, oracle, not self.weights) + forward
         wide = "fp64" if self.plan.dtypes.parameters == "fp64" else "fp32"
         differences.append(compare_numbers(step, "norm", ours.norm, norm, Tolerances.of(wide).norm))
         differences += compare_clipping(self.plan, ours)
