@@ -73,6 +73,13 @@ def test_agrees_and_prints(corpora: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert "max_relative_error" in printed and "switched off" in printed and "shard 2" in printed
 
 
+def test_a_job_whose_steps_all_overflow_is_not_said_to_agree(corpora: Path) -> None:
+    """In fp64, which goes ahead, it does agree; in fp16 no step is left to compare."""
+    precision = {"compute": "fp16", "loss_scale": {"init_scale": 2.0**60}}
+    with pytest.raises(ConfigError, match=r"init_scale=1.15292e\+18: all 2 steps of the job overflowed, and none was"):
+        call(shardwise.verify, make_job(corpora, layers=1, precision=precision, training={"steps": 2}))
+
+
 def test_an_optimizer_class_of_ones_own_is_verified(corpora: Path) -> None:
     optimizer = {"name": "tests.training.user_code:SignDescent", "learning_rate": 0.01, "weight_decay": 0}
     job = make_job(corpora, layers=1, optimizer=optimizer, parallel={"workers": 2})

@@ -290,7 +290,11 @@ def _stage_notes(job: Job, steps: int) -> Iterator[str]:
 
 
 def _compare(session: Session, steps: int, make_reference: Callable[[], Any], report: VerifyReport) -> None:
-    """Let the trainer take steps until one disagrees; rank 0 judges and tells the others."""
+    """Let the trainer take steps until one disagrees; rank 0 judges and tells the others.
+
+    Raises:
+        ConfigError: every step of the job overflowed, so that none was compared.
+    """
     trainer = Trainer(session, Interrupt(session.rank))
     overflows = compared = 0
     with fused_dropout_off(session.plan.exact_dropout) as rates:
@@ -317,6 +321,11 @@ def _compare(session: Session, steps: int, make_reference: Callable[[], Any], re
                 break
             if compared == steps:
                 break
+    if overflows and not compared:
+        raise ConfigError(
+            f"precision.loss_scale.init_scale={session.job.precision.loss_scale.init_scale:g}: all {overflows} steps "
+            f"of the job overflowed, and none was compared; lower it, or set training.steps to more than {overflows}"
+        )
     if overflows:
         report.notes.append(f"{overflows} steps overflowed while the fp16 loss scale found its place.")
     for probability in rates.ours:
