@@ -16,7 +16,7 @@ from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.manifest import Manifest, Progress
 from shardwise.commands import workers
 from shardwise.commands.cli import main
-from shardwise.commands.evaluate import Questions, evaluate_rank, job_of_checkpoint
+from shardwise.commands.evaluate import Questions, _table, evaluate_rank, job_of_checkpoint
 from shardwise.data.corpus import with_format
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldError, WorldPool
@@ -235,6 +235,14 @@ def test_code_that_a_checkpoint_names_is_not_run(tmp_path: Path) -> None:
     asked = job_of_checkpoint(manifest, {})
     assert not asked.model.trust_remote_code
     assert job_of_checkpoint(manifest, {"model.trust_remote_code": True}).model.trust_remote_code
+
+
+def test_numbers_of_several_filters_are_told_apart() -> None:
+    """As GSM8K has them: the first number of an answer, and the last."""
+    values = {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.1, "exact_match,none": 0.5}
+    table = _table({"results": {"gsm8k": values}, "n-samples": {"gsm8k": {"effective": 4}}})
+    assert [*table.columns[2].cells] == ["exact_match, strict-match", "exact_match"]
+    assert [*table.columns[3].cells] == ["0.2500", "0.5000"]
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TRUST = "model.trust_remote_code"  # which a command line says, and not the checkpoint that is asked
 KEYS = ("parallel.", "memory.", "precision.compute", "model.path", TRUST, "data.tokenizer", "data.chat_template")
 STDERR = "_stderr"
+UNFILTERED = "none"  # lm-eval's name of the filter that leaves answers as they are
 RESAMPLES = 1000  # for the standard error of a metric that has no closed form of it
 
 
@@ -248,7 +249,7 @@ def _results(model: Any, questions: Questions) -> dict[str, Any]:
 
 
 def _table(results: Mapping[str, Any]) -> Table:
-    """Return a table with a line for each metric of each task."""
+    """Return a table with a line for each metric of each task, and for each filter of its answers."""
     table = Table(box=None)
     for heading in ("task", "documents", "metric", "value", "± standard error"):
         table.add_column(heading, no_wrap=True)
@@ -258,6 +259,7 @@ def _table(results: Mapping[str, Any]) -> Table:
             metric, comma, filtered = key.partition(",")
             if comma and not metric.endswith(STDERR):
                 error = values.get(f"{metric}{STDERR},{filtered}", "")
+                named = metric if filtered == UNFILTERED else f"{metric}, {filtered}"
                 shown = [f"{number:.4f}" if isinstance(number, float) else str(number) for number in (value, error)]
-                table.add_row(task, documents, metric, *shown)
+                table.add_row(task, documents, named, *shown)
     return table
