@@ -210,13 +210,18 @@ def test_a_file_gives_some_weights(world_pool: WorldPool, corpora: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "says"),
-    [("frst.weight", (6, 6), "Did you mean 'first.weight'"), ("first.weight", (6, 5), r"shape \[6, 5\]")],
+    ("name", "tensor", "says"),
+    [
+        ("frst.weight", torch.ones(6, 6), "Did you mean 'first.weight'"),
+        ("first.weight", torch.ones(6, 5), r"shape \[6, 5\]"),
+        ("first.weight", torch.ones(6, 6, dtype=torch.int8), "stored as int8"),
+        ("first.weight", torch.ones(6, 6).to(torch.float8_e4m3fn), "stored as F8_E4M3"),
+    ],
 )
 def test_a_file_of_other_weights_is_refused(
-    corpora: Path, tmp_path: Path, name: str, shape: tuple[int, int], says: str
+    corpora: Path, tmp_path: Path, name: str, tensor: Tensor, says: str
 ) -> None:
-    save_file({name: torch.ones(shape)}, tmp_path / "other.safetensors")
+    save_file({name: tensor}, tmp_path / "other.safetensors")
     job = make_module_job(corpora, model=MODULE | {"weights": str(tmp_path / "other.safetensors")})
     with pytest.raises(ModelError, match=says):
         study(job)

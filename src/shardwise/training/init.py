@@ -175,20 +175,31 @@ def match_weight_file(path: str, module: nn.Module, facts: ModelFacts) -> Weight
     """Return the file of a job's `model.weights`, whose tensors are some of the module's, by its own names.
 
     Raises:
-        ModelError: the file is absent or broken, or a tensor is not the module's.
+        ModelError: the file is absent or broken, or a tensor is not the module's, or not numbers of its kind.
     """
     file = next(iter(open_weight_files([Path(path)]).values()))
-    shapes = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(remove_duplicate=False),
-                                                             *module.named_buffers())}  # fmt: skip
+    own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
     for name in file.names:
-        if name not in shapes:
-            raise ModelError(f"model.weights={path!r}: {facts.family} has no {name!r}.{nearest(name, list(shapes))}")
-        if file.shape(name) != shapes[name]:
+        if name not in own:
+            raise ModelError(f"model.weights={path!r}: {facts.family} has no {name!r}.{nearest(name, list(own))}")
+        if file.shape(name) != tuple(own[name].shape):
             raise ModelError(
                 f"model.weights={path!r}: {name!r} has shape {list(file.shape(name))}, that of {facts.family} "
-                f"{list(shapes[name])}"
+                f"{list(own[name].shape)}"
+            )
+        if _kind(getattr(torch, file.dtype(name))) != _kind(own[name].dtype):
+            raise ModelError(
+                f"model.weights={path!r}: {name!r} is stored as {file.dtype(name)}, that of {facts.family} is "
+                f"{str(own[name].dtype).removeprefix('torch.')}; save numbers, not codes of a quantized model"
             )
     return file
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return what the values of a dtype are; float8 stands for codes, whose scales are elsewhere."""
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return "real"
+    return "complex" if dtype.is_complex else "float8" if dtype.is_floating_point else "whole"
 
 
 def read_weight_file(model: ParallelModel, file: WeightFile) -> None:
