@@ -223,13 +223,7 @@ def train_step(
     agreed, counts = sums.control, sums.control.counts
     if step == 0:
         _check_count(round(sums.counted), counts.samples)
-    skipped, scale = counts.tokens == 0 or not math.isfinite(sums.norm), scaler.scale
-    if not skipped:
-        _rescale(optimizer, sums.norm, scale, model.plan.job.optimizer.clip_norm)
-        optimizer.step()
-        model.update_router_biases()
-    scaler.update(overflow=not math.isfinite(sums.norm))
-    optimizer.zero_grad()
+    scale, skipped = scaler.scale, _update(model, optimizer, scaler, sums)
     return StepResult(
         normalisation.mean(sums.loss, counts),
         sums.norm,
@@ -245,6 +239,19 @@ def train_step(
         sums.figures,
         sums.rows,
     )
+
+
+def _update(model: ParallelModel, optimizer: ShardedOptimizer, scaler: LossScaler, sums: ReducedSums) -> bool:
+    """Update the parameters, or return True where there is nothing to update them by."""
+    is_finite = math.isfinite(sums.norm)
+    skipped = sums.control.counts.tokens == 0 or not is_finite
+    if not skipped:
+        _rescale(optimizer, sums.norm, scaler.scale, model.plan.job.optimizer.clip_norm)
+        optimizer.step()
+        model.update_router_biases()
+    scaler.update(overflow=not is_finite)
+    optimizer.zero_grad()
+    return skipped
 
 
 def evaluate(model: ParallelModel, objective: Objective, batches: Sequence[Sequence[Batch]]) -> EvaluationResult:
