@@ -205,9 +205,7 @@ def train_step(
     Raises:
         ConfigError: `model` is no ParallelModel, or torch is in inference mode.
     """
-    require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
-    if torch.is_inference_mode_enabled():
-        raise ConfigError("a step in torch.inference_mode() has no gradients; call it outside of that")
+    _check_trainable(model)
     normalisation = NORMALISATIONS[model.plan.normalisation]
     labels, data_hash = sum(int(batch.count()) for batch in batches), wrap(sum(batch.digest for batch in batches))
     batches = weighted(batches, normalisation)
@@ -239,6 +237,12 @@ def train_step(
         sums.figures,
         sums.rows,
     )
+
+
+def _check_trainable(model: ParallelModel) -> None:
+    require_type(model, ParallelModel, "model", "shardwise.parallelize makes it of a module")
+    if torch.is_inference_mode_enabled():
+        raise ConfigError("a step in torch.inference_mode() has no gradients; call it outside of that")
 
 
 def _update(model: ParallelModel, optimizer: ShardedOptimizer, scaler: LossScaler, sums: ReducedSums) -> bool:
