@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.testing.oracle_rounding import inner_rounding, loss_rounding
+from shardwise.testing.reference import _moved
 
 WEIGHT = torch.linspace(0.3, 1.7, 24, dtype=torch.float64).view(4, 6)
 SINGLE = torch.linspace(-1.0, 1.0, 24).view(6, 4)
@@ -56,3 +57,8 @@ def test_a_loss_that_nearly_cancels_is_rounded_further() -> None:
 
     assert 1e-3 < square_of(0.01) < 1e-2
     assert square_of(100.0) < 1e-6
+
+
+def test_gradients_of_any_layout_are_moved_by_their_rounding() -> None:
+    gradient = torch.ones(2, 3).t()  # of a parameter that lies transposed
+    assert sorted(_moved(gradient, 0.5, 0.0).flatten().tolist()) == [0.5, 0.5, 0.5, 1.5, 1.5, 1.5]

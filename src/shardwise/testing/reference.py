@@ -349,7 +349,7 @@ class OracleReference:
 
 def _moved(gradient: Tensor, relative: float, absolute: float) -> Tensor:
     """Return a gradient off by its rounding, every other element the other way: clipping undoes a move of all alike."""
-    signs = torch.ones_like(gradient)
+    signs = torch.ones_like(gradient, memory_format=torch.contiguous_format)
     signs.view(-1)[1::2] = -1
     return gradient * (1 + signs * relative) + signs * absolute
 
