@@ -210,14 +210,18 @@ def against_row(row: Row, seed: int = SEED) -> tuple[float, float] | None:
 
 
 def print_rows(tables: Sequence[Path], seed: int) -> None:
-    """Print how far both are from the rows of tables, in per cent."""
+    """Print how far both are from the rows of tables, in per cent, and their root mean squares."""
     print("table, row: closed form, events")
+    both = []
     for table in tables:
         for row in read_table(table):
             found = against_row(row, seed)
             if found:
+                both.append(found)
                 closed, simulated = (f"{100 * each:+.1f}" for each in found)
                 print(f"{table.stem}, {row.text['row']}: {closed}, {simulated}", flush=True)
+    squares = [sum(error**2 for error in errors) / len(both) for errors in zip(*both, strict=True)]
+    print(f"root mean square of {len(both)}: {', '.join(f'{100 * math.sqrt(mean):.2f}' for mean in squares)}")
 
 
 def main(words: Sequence[str]) -> int:

@@ -12,10 +12,10 @@ their forward and of their backward, at most two at a time, and scattered behind
 - Direct gathering (SMDDP) sends a host's part to all its peers, which wait in line at the receiver too.
 - A collective holds multiprocessors of its accelerators, also while it waits, and kernels are slower by as many. SMDDP
   says under 9 for its own and up to 24 for NCCL ("SMDDP AllGather" in SageMaker's guide). Parts of rings that the port
-  begins with while a kernel runs take longer than alone. NCCL's 16 and 1.8 times are what fits 30 measured steps best
-  (`benchmarks.scaling --rows`; fms_fsdp and ZeRO-3 of megatron_sc21, `test` rows too, since no constant of the planner
-  comes of it): 6.1 % root mean square, the closed form 5.2. With 24 or with 2.0 times steps with much traffic are too
-  slow (7.9 and 6.4 %).
+  begins with while a kernel runs take longer than alone. NCCL's 16 and 1.8 times fit 30 measured steps as well as any
+  tried (`benchmarks.scaling --rows`; fms_fsdp and ZeRO-3 of megatron_sc21, `test` rows too, since no constant of the
+  planner comes of it): 6.1 % root mean square, as with 12; the closed form 5.2. With 24, with 1.6 or with 2.0 times it
+  is 7.9, 6.4 and 6.4 %.
 - Accelerators of one kind differ by 8 % between slowest and fastest, outliers left out (arXiv 2208.11035). Taken as the
   5.4 standard deviations between the whiskers of a normal distribution, one is 1.5 %. A host is as slow as its slowest
   accelerator.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PRESET_POSITIONS = 2048  # tokens in a sequence of a preset, where the job does not say
 TOP, LIMIT = 8, 10_000  # layouts that are shown, combinations that are looked at
-CLUSTERS = ("parallel.workers", "parallel.device")  # keys that follow from the cluster
+OF_CLUSTER = ("parallel.workers", "parallel.device")  # keys that follow from the cluster
 UNMEASURED = (
     "a CPU has no datasheet: times are those of an assumed one and rank layouts alone; after `shardwise plan "
     "calibrate`, a plan without --cluster has this machine's"
@@ -304,7 +304,7 @@ def _wanted(text: str) -> Changes:
             raise ConfigError(f"--explain={text!r}: {word!r} is no number of the table, nor `sure`, nor key=value")
         if key is None or (name != key and "." in name):
             raise ConfigError(f"--explain={text!r}: unknown key {name}.{nearest(name, known)}")
-        if key in CLUSTERS:
+        if key in OF_CLUSTER:
             raise ConfigError(f"--explain={text!r}: {key} follows from the cluster; name another with --cluster")
         wanted[key] = read_value(key, value)
     job = validate(nested(wanted))
