@@ -4,7 +4,9 @@
 
 `Cluster` builds the namespaces and takes them down whatever happens; its names carry the process's number, so that
 several may live side by side. Each namespace holds two ranks by default. The limit is a token bucket (`tc tbf`) at both
-ends of each link, so sending and receiving are limited alike. Needs root and iproute2.
+ends of each link, so sending and receiving are limited alike. Their TCP uses CUBIC, Linux's default, whatever the
+machine's own is set to: BBR, for one, paces by estimates and leaves 3 to 10 % more of such a link unused. Needs root and
+iproute2.
 
 A row is the median of rounds in which the engine and Gloo take turns on the same ranks; the slowest rank's time counts.
 The link limit is what has to go through one host's link, at 1 Gbit/s with nothing off for headers: (H-1)/H of the full
@@ -36,6 +38,8 @@ from benchmarks.record import header, write_json
 
 HOSTS, LOCAL_RANKS = 4, 2
 RATE = 1_000_000_000  # bit/s of each link
+CONGESTION = "cubic"
+NETWORK = "10.77.0.0/24"
 PORT = 29_500  # of rank 0's host, which is a namespace of its own
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 BYTES = 16 << 20
@@ -59,6 +63,7 @@ class Cluster:
     """`hosts` namespaces on a bridge; use it as `with cluster(...) as it`."""
 
     hosts: int
+    congestion: str = CONGESTION  # how TCP finds its rate, of those in net.ipv4.tcp_available_congestion_control
     name: str = field(default_factory=lambda: f"sw{os.getpid() % 1_000_000:x}")
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -66,7 +71,7 @@ class Cluster:
         return f"{self.name}-{host}"
 
     def address(self, host: int) -> str:
-        return f"10.77.0.{host + 1}"
+        return NETWORK.replace("0/24", str(host + 1))
 
     def link(self, host: int) -> str:
         """The bridge's end of a host's link; the host's own is `eth0`."""
@@ -83,6 +88,7 @@ class Cluster:
             for words in (("addr", "add", f"{self.address(host)}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
                 do("ip", "-n", space, *words)
             do("ip", "-n", space, "link", "set", "lo", "up")
+            do("ip", "-n", space, "route", "change", NETWORK, "dev", "eth0", "congctl", self.congestion)
             self.limit(host, rate)
 
     def limit(self, host: int, rate: int) -> None:
@@ -142,7 +148,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(hosts: int = HOSTS, rate: int = RATE) -> Iterator[Cluster]:
+def cluster(hosts: int = HOSTS, rate: int = RATE, congestion: str = CONGESTION) -> Iterator[Cluster]:
     """A built cluster, taken down at the end, SIGTERM's too; from the main thread.
 
     Raises:
@@ -151,7 +157,7 @@ def cluster(hosts: int = HOSTS, rate: int = RATE) -> Iterator[Cluster]:
     problem = obstacle()
     if problem:
         raise ClusterError(problem)
-    made = Cluster(hosts)
+    made = Cluster(hosts, congestion)
     with cleaning_up_when_terminated():
         try:
             made.build(rate)

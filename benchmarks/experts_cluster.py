@@ -26,7 +26,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file: make the package importable, here and in the workers
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cluster import HOSTS, LOCAL_RANKS, RATE, cluster, obstacle, outputs, timed_round
+from benchmarks.cluster import CONGESTION, HOSTS, LOCAL_RANKS, RATE, cluster, obstacle, outputs, timed_round
 from benchmarks.record import header, write_json
 
 TOKENS, WIDTH = 1024, 1024
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the numbers")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"exchanges of each (default {ROUNDS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of a rank (default {TOKENS})")
+    parser.add_argument("--congestion", default=CONGESTION, help=f"control of TCP, a kernel's (default {CONGESTION})")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank:
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from shardwise.collectives import engine
 
     engine.build()
-    row = measure(options.rounds, options.tokens)
+    row = measure(options.rounds, options.tokens, options.congestion)
     print(
         f"{options.tokens} tokens a rank: two levels {row['seconds']['shardwise'] * 1e3:.1f} ms, "
         f"flat over Gloo {row['seconds']['gloo'] * 1e3:.1f} ms, {row['ratio_to_gloo']:.2f} x, "
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(rounds: int = ROUNDS, tokens: int = TOKENS) -> dict[str, Any]:
+def measure(rounds: int = ROUNDS, tokens: int = TOKENS, congestion: str = CONGESTION) -> dict[str, Any]:
     """The seconds of both, and what they are of the link's.
 
     Raises:
@@ -76,7 +77,7 @@ def measure(rounds: int = ROUNDS, tokens: int = TOKENS) -> dict[str, Any]:
     path = os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "benchmarks.experts_cluster", "--rank"]
     command += ["--rounds", str(rounds), "--tokens", str(tokens)]
-    with cluster() as made:
+    with cluster(congestion=congestion) as made:
         texts = outputs(made.start_ranks(command, {"PYTHONPATH": path}), timeout=300)
     times = json.loads(texts[0].splitlines()[-1])
     seconds = {name: statistics.median(each[name] for each in times) for name in CONTENDERS}
@@ -84,6 +85,7 @@ def measure(rounds: int = ROUNDS, tokens: int = TOKENS) -> dict[str, Any]:
     one_way = busiest * WIDTH * ELEMENT * 8 / RATE
     return {
         "tokens": tokens,
+        "congestion": congestion,
         "hosts": HOSTS,
         "ranks": HOSTS * LOCAL_RANKS,
         "seconds": seconds,

@@ -24,8 +24,8 @@ from shardwise.collectives.names import CollectiveName, group_name
 from shardwise.kernels.experts import add_rows, blank_sums, in_wide_dtype, select_rows
 from shardwise.parallel.kept_routes import KeptRows
 
-PARTS = 8  # of a rank's tokens, at most
-AHEAD = 3  # parts under way: more take memory, fewer leave the network idle while rows are copied
+PARTS = 16  # of a rank's tokens, at most
+AHEAD = 6  # parts under way: more take memory, fewer leave the network idle while rows are copied
 PART_BYTES = 256 << 10  # of tokens in a part, at least: below, one more exchange costs more than it hides
 
 
