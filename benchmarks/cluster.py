@@ -5,7 +5,7 @@
 `Cluster` builds the namespaces and takes them down whatever happens; its names carry the process's number, so that
 several may live side by side. Each namespace holds two ranks by default. The limit is a token bucket (`tc tbf`) at both
 ends of each link, so sending and receiving are limited alike. Their TCP uses CUBIC, Linux's default, whatever the
-machine's own is set to: BBR, for one, paces by estimates and leaves 3 to 10 % more of such a link unused. Needs root and
+machine's own is set to: BBR, for one, paces by estimates and leaves 3 to 10 % more of such a link idle. Needs root and
 iproute2.
 
 A row is the median of rounds in which the engine and Gloo take turns on the same ranks; the slowest rank's time counts.
