@@ -256,6 +256,24 @@ def test_a_step_has_gradients_under_no_grad_too(world_pool: WorldPool) -> None:
     assert "inference_mode() has no gradients" in refused
 
 
+def detached_error(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return tuple(value.detach() for value in squared_error(output, batch))  # type: ignore[return-value]
+
+
+def with_a_detached_loss() -> tuple[str, bool]:
+    """Return what a step says of a loss without a gradient, and whether it has updated anything."""
+    with Session(model=Dropping, example={"x": torch.zeros(4, 4)}, **SECTIONS) as session:
+        with pytest.raises(ShardwiseError) as refused:
+            session.step({"x": torch.ones(4, 4), "labels": torch.ones(4, 1)}, loss_function=detached_error)
+        return str(refused.value), any("step" in state for state in session.optimizer.inner.state.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_detached_on_every_rank_is_refused(world_pool: WorldPool, ranks: int) -> None:
+    for refused, is_updated in world_pool.run(ranks, with_a_detached_loss):
+        assert "have no gradient on any rank" in refused and not is_updated
+
+
 def test_calls_that_cannot_be_meant_are_refused(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = make_job(corpora, "gpt2", layers=1).model_copy(update={"output": str(tmp_path / "run")})
     for said in world_pool.run(2, refusals, job):

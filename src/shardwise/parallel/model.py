@@ -122,6 +122,7 @@ class ParallelModel:
         routers: the routers of experts, if there are some.
         reference: a frozen copy of the model with which a preference loss compares it, if there is one.
         ema: moving averages of the weights (`training.ema_decay`), if the job wants them.
+        detached: no loss of this rank in the last step depends on a parameter by autograd; False where it has none.
     """
 
     parts: list[ModelPart]
@@ -141,6 +142,7 @@ class ParallelModel:
     routers: ExpertRouters | None = None
     reference: ParallelModel | None = None
     ema: AveragedWeights | None = None
+    detached: bool = False
 
     @property
     def module(self) -> nn.Module:
@@ -203,6 +205,7 @@ class ParallelModel:
         if self.head is not None:
             self.head.seed = 1.0 if seed is None else seed
         routers = self.routers if seed is not None else None
+        have_gradients: list[bool] = []
 
         def work(number: int, index: int, boundary_input: Tensor | None) -> Tensor:
             """Run forward of one microbatch through one part: its boundary output, or the loss times `seed`."""
@@ -218,6 +221,7 @@ class ParallelModel:
             if routers is not None and routers.needs_totals:
                 routers.settle()
             totals.append(torch.stack([loss.detach().to(wide), count.to(wide)]))
+            have_gradients.append(loss.requires_grad)
             return loss if seed is None else loss * seed.to(loss.dtype)
 
         self._prepare_for(objective, microbatches)
@@ -234,6 +238,7 @@ class ParallelModel:
             self.apply_gradient_hooks(step)
         if routers is not None:
             routers.settle()
+        self.detached = bool(have_gradients) and not any(have_gradients)
         return torch.stack(totals).sum(0)
 
     def _own_sequences(self, microbatches: Sequence[Any]) -> int:

@@ -48,6 +48,10 @@ SAME_SAMPLES = (
     "to give the same sample whenever and wherever it is asked for an index: seed what it draws with the index "
     "(torch.Generator().manual_seed(index))"
 )
+DETACHED = (
+    "the losses of this step have no gradient on any rank: they were detached from the parameters, by detach(), "
+    "item(), no_grad() or an argmax, say; nothing can be learnt from them"
+)
 
 
 @dataclass
@@ -204,6 +208,7 @@ def train_step(
 
     Raises:
         ConfigError: `model` is no ParallelModel, or torch is in inference mode.
+        ModelError: the losses of all ranks are detached.
     """
     _check_trainable(model)
     normalisation = NORMALISATIONS[model.plan.normalisation]
@@ -221,6 +226,8 @@ def train_step(
     agreed, counts = sums.control, sums.control.counts
     if step == 0:
         _check_count(round(sums.counted), counts.samples)
+    if sums.norm == 0 and counts.tokens and model.detached:
+        raise ModelError(DETACHED)
     scale, skipped = scaler.scale, _update(model, optimizer, scaler, sums)
     return StepResult(
         normalisation.mean(sums.loss, counts),
