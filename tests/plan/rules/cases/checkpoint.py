@@ -12,6 +12,11 @@ CASES = {
     "checkpoint-keep-every": case(
         {"checkpoint": {"keep_every": 10}}, {"checkpoint": {"keep_every": 10, "every": 5}}, "keep_every=10"
     ),
+    "checkpoint-keep-multiple": case(
+        {"checkpoint": {"keep_every": 250, "every": 100}},
+        {"checkpoint": {"keep_every": 300, "every": 100}},
+        "a multiple of checkpoint.every",
+    ),
     "checkpoint-asynchronous": case(
         {"checkpoint": {"asynchronous": False}}, {"checkpoint": {"asynchronous": False, "every": 5}}, "at intervals"
     ),
