@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.data.corpus import data_format
 from shardwise.data.streaming import fetch
-from shardwise.data.streaming.fetch import fetched_shard
+from shardwise.data.streaming.fetch import fetched_shard, remote_stamp
 from shardwise.data.streaming.sources import find_shards
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
@@ -121,6 +121,13 @@ def test_names_of_the_hub_are_read_from_a_mirror(tmp_path: Path) -> None:
     ], done.stderr
     assert "has no split 'nowhere' (data.dataset_split); use train, test" in lines[4]
     assert "cannot be listed" in lines[5] and "cannot be listed" in lines[6]
+
+
+@pytest.mark.parametrize("header", ["ETag", "Content-MD5", "Digest", "Last-Modified"])
+def test_any_header_of_a_server_tells_versions_of_a_file_apart(header: str) -> None:
+    """fsspec names what an HTTP server says of a file as the server does, and not every server has ETags."""
+    first, second = ({"size": 5, "url": "http://host/a.jsonl", header: value} for value in ("one", "two"))
+    assert remote_stamp(first) == (5, "one") != remote_stamp(second)
 
 
 def shards_of(path: Path | str, **keys: Any) -> list[str]:

@@ -24,8 +24,9 @@ def local_stamp(path: Path) -> tuple[int, str]:
 
 def remote_stamp(info: dict[str, Any]) -> tuple[int, str]:
     """Return (bytes, what tells versions apart) from what fsspec knows of a file."""
-    keys = ("ETag", "etag", "blob_id", "lfs", "md5Hash", "LastModified", "last_modified", "mtime", "last_commit")
-    version = next((info[key] for key in keys if info.get(key)), "")
+    of_content = ("ETag", "etag", "blob_id", "lfs", "md5Hash", "Content-MD5", "Digest")
+    of_time = ("LastModified", "Last-Modified", "last_modified", "mtime", "last_commit")
+    version = next((info[key] for key in (*of_content, *of_time) if info.get(key)), "")
     return int(info.get("size") or 0), str(version)
 
 
