@@ -18,6 +18,7 @@ from shardwise.commands import workers
 from shardwise.commands.cli import main
 from shardwise.commands.evaluate import Questions, _table, evaluate_rank, job_of_checkpoint
 from shardwise.data.corpus import with_format
+from shardwise.errors import ConfigError
 from shardwise.job.schema import Job
 from shardwise.testing.world import WorldError, WorldPool
 from tests.checkpoint.made import save_steps
@@ -222,6 +223,20 @@ def test_the_numbers_of_lm_eval(world_pool: WorldPool, tmp_path: Path, kind: str
         asked = job_of_checkpoint(read_manifest(store, name), keys)
         device, path = torch.device("cpu"), f"{store.root}/{name}"
         compare(world_pool.run(ranks, evaluate_rank, asked, device, path, questions)[0]["results"], peer)
+
+
+@lm_eval_double()
+def test_a_tokenizer_without_an_end_is_named(tmp_path: Path) -> None:
+    from shardwise.commands.lm_eval_model import ShardedLanguageModel
+
+    byte_tokenizer(tmp_path, PLAIN)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = ShardedLanguageModel.__new__(ShardedLanguageModel)
+    model.tokenizer = tokenizer
+    assert model.prefix_token_id == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"has no eos_token.*tokenizer_config\.json"):
+        _ = model.prefix_token_id
 
 
 def test_code_that_a_checkpoint_names_is_not_run(tmp_path: Path) -> None:

@@ -42,7 +42,16 @@ class ShardedLanguageModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The token that ends a text.
+
+        Raises:
+            ConfigError: the tokenizer has none.
+        """
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no eos_token, and lm-eval's tasks need the end of a "
+                "text; name one in its tokenizer_config.json"
+            )
         return int(self.tokenizer.eos_token_id)
 
     @property
