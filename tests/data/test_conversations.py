@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,6 +225,27 @@ def test_what_a_row_gives_its_template_is_read_with_it(tmp_path: Path) -> None:
     assert torch.equal(own.inputs["input_ids"], judged.inputs["input_ids"])
     without = prepare(with_format(chat_job(tmp_path, [plain] * 3, template)))
     assert given.tokens == without.tokens + 3 * len("77")  # before each question and each answer
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_pairs_of_a_table_are_those_of_json_lines(tmp_path: Path, suffix: str) -> None:
+    pairs = [{"prompt": 'What is "2+3",\nplease?', "completion": "5"}, {"prompt": "6,1?", "completion": "7"}] * 2
+    with (tmp_path / f"rows{suffix}").open("w", newline="") as stream:
+        table = csv.DictWriter(stream, list(pairs[0]), delimiter="\t" if suffix == ".tsv" else ",")
+        table.writeheader()
+        table.writerows(pairs)
+    job = with_format(chat_job(tmp_path, pairs, PLAIN))
+    of_table = with_format(job.model_copy(update={
+        "data": job.data.model_copy(update={"path": str(tmp_path / f"rows{suffix}"), "format": "auto"})
+    }))  # fmt: skip
+    assert of_table.data.format == job.data.format == "prompt_completion"
+    counters = range(2)
+    judged = RowSource(of_table, str(of_table.data.tokenizer)).rows(counters)
+    for one in (job, of_table):
+        given = prepare(one)
+        assert isinstance(given.train, PackedRows)
+        own = given.train.batch([training_index(given.train, 0, counter) for counter in counters], counters, 0)
+        assert torch.equal(own.inputs["input_ids"], judged.inputs["input_ids"])
 
 
 def test_a_bad_row_ends_the_preparation_with_its_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
@@ -47,6 +48,10 @@ def write(directory: Path, kind: str, rows: dict[str, list[Any]]) -> Path:
         columns = list(rows)
         lines = [json.dumps(dict(zip(columns, values, strict=True))) for values in zip(*rows.values(), strict=True)]
         path.write_text("\n".join(lines) + "\n\n")
+    elif kind == "csv":
+        path = directory / "rows.csv"
+        with path.open("w", newline="") as stream:
+            csv.writer(stream).writerows([list(rows), *zip(*rows.values(), strict=True)])
     elif kind == "parquet":
         path = directory / "rows.parquet"
         parquet.write_table(pa.table(rows), path)
@@ -56,7 +61,7 @@ def write(directory: Path, kind: str, rows: dict[str, list[Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "dataset"])
 @pytest.mark.parametrize("explicit", [True, False])
 def test_rows_are_documents(tmp_path: Path, kind: str, explicit: bool) -> None:
     path = write(tmp_path / "in", kind, {"number": [1, 2, 3, 4], "text": TEXTS})
@@ -72,6 +77,54 @@ def test_rows_of_token_ids(tmp_path: Path, kind: str) -> None:
     assert [row.tolist() for row in corpus.token_rows(5)] == [[1, 2, 3], [4]]
     with pytest.raises(DataError, match=r"(line|row) 3: input_ids holds 4, the vocabulary has 4"):
         list(corpus.token_rows(4))
+
+
+QUOTED = 'id;text;lang\n1;"Two\nlines, with ""quotes""";en\n\n2;plain;de\n'
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t"), (".csv.gz", ",")])
+def test_cells_are_text_as_they_are_quoted(tmp_path: Path, suffix: str, separator: str) -> None:
+    path, content = tmp_path / f"rows{suffix}", QUOTED.replace(";", separator).encode("utf-8-sig")
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    assert documents(corpus_of(path=str(path))) == ['Two\nlines, with "quotes"', "plain"]
+    corpus = corpus_of(path=str(path), filter={"lang": "de"})
+    assert [dict(row) for _, row in corpus.rows(["id"])] == [{"id": "2", "lang": "de"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("text,b\nx,1\ny\n", r"line 3: 1 cells, and the first line names 2 columns"),
+        ("text,b\nx,y, and z,1\n", r"line 2: 4 cells"),
+        ('text\n"x\n', r"line 2: not valid CSV"),
+        ("text,text\nx,y\n", r"2 columns have the name 'text'"),
+        ("a,b\nx,y\n", r"no column 'text' \(data.field\)"),
+        ("", r"no column 'text'"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_named(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "rows.csv").write_text(content)
+    with pytest.raises(DataError, match=says):
+        documents(corpus_of(path=str(tmp_path / "rows.csv"), format="csv"))
+
+
+def test_a_filter_of_a_table_asks_for_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "csv", {"text": ["a"], "year": [2024]})
+    for wanted in (2024, [2024], {"min": 1}):
+        with pytest.raises(ConfigError, match=r"cells of a CSV file are text; ask for text"):
+            corpus_of(path=str(path), filter={"year": wanted})
+    assert documents(corpus_of(path=str(path), filter={"year": "2024"})) == ["a"]
+
+
+def test_tables_beside_documents_and_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "csv", {"text": ["a"]})
+    assert corpus_of(path=str(tmp_path / "in")).format == "csv"
+    (path.parent / "notes.txt").write_text("b")
+    assert documents(corpus_of(path=str(tmp_path / "in"))) == ["b", "text\r\na\r\n"]
+    write(path.parent, "jsonl", {"text": ["c"]})
+    with pytest.raises(ConfigError, match=r"holds files of csv and jsonl; set data.format to one of them"):
+        corpus_of(path=str(tmp_path / "in"))
+    assert documents(corpus_of(path=str(tmp_path / "in"), format="csv")) == ["a"]
 
 
 def test_a_saved_data_set_with_splits_gives_train(tmp_path: Path) -> None:

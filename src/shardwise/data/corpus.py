@@ -31,7 +31,9 @@ from shardwise.job.data_section import ROW_FORMATS, DataSection, DataSource
 from shardwise.job.schema import Job
 from shardwise.words import in_utf_8, nearest_file
 
-SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"
+}  # fmt: skip
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 SAVED_DATASET = ("state.json", "dataset_dict.json")  # files that datasets.save_to_disk writes
 KEYS_OF_SOURCE = DataSource.model_fields.keys() & DataSection.model_fields.keys()  # each means what it means of `data`
@@ -40,7 +42,7 @@ NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files with documents in them. `container` is how a file is read: text, jsonl, parquet or dataset."""
+    """Files with documents in them. `container` is how a file is read: text, jsonl, csv, parquet or dataset."""
 
     format: str
     container: str
@@ -195,12 +197,17 @@ def find_corpus(data: DataSection) -> Corpus:
     if container == "text" and data.field != DataSection().field:
         raise ConfigError(
             f"data.field={data.field!r} with data.format={name}: a text file is one document and has no columns; "
-            "leave data.field out, or set data.format to jsonl, parquet, dataset or tokens"
+            "leave data.field out, or set data.format to jsonl, csv, parquet, dataset or tokens"
         )
     if container == "text" and data.filter is not None:
         raise ConfigError(
             f"data.filter={data.filter!r} with data.format={name}: a text file is one document and has no columns; "
             "leave data.filter out, or give files with rows"
+        )
+    if container == "csv" and RowFilter.asks_for_numbers(data.filter):
+        raise ConfigError(
+            f"data.filter={data.filter!r}: cells of a CSV file are text; ask for text, as {{year: '2024'}}, or give a "
+            "function of your own"
         )
     if not files:
         raise DataError(
@@ -298,8 +305,13 @@ def _format_of(path: Path) -> str:
         return "dataset"
     suffixes = {content_suffix(file) for file in _walk(path)} - {".json"}
     formats = {SUFFIXES[suffix] for suffix in suffixes if suffix in SUFFIXES}
+    if formats == {"csv"} and not suffixes <= SUFFIXES.keys():
+        return "text"  # tables lie beside sources and documents, too
     if len(formats) > 1:
-        raise ConfigError(f"{path} holds both jsonl and parquet files; set data.format to one of them")
+        raise ConfigError(
+            f"{path} holds files of {' and '.join(sorted(formats))}; set data.format to one of them, or give a path of "
+            f"one kind, as {path}/*.jsonl"
+        )
     if formats:
         return formats.pop()
     return "image_folder" if suffixes and suffixes <= IMAGE_SUFFIXES else "text"
@@ -311,7 +323,8 @@ def _container(paths: list[Path], name: str) -> str:
     formats = {_format_of(path) for path in paths} - {"text"}
     if len(formats) != 1:
         raise DataError(
-            f"{', '.join(map(str, paths[:3]))}: data.format={name} reads jsonl, parquet or a saved data set; give one"
+            f"{', '.join(map(str, paths[:3]))}: data.format={name} reads jsonl, csv, parquet or a saved data set; give "
+            "one"
         )
     return formats.pop()
 

@@ -1,4 +1,4 @@
-"""Rows of one file: text from text files, JSON lines, Parquet and saved data sets, or the `input_ids` of a row.
+"""Rows of one file: text from text files, JSON lines, CSV, Parquet and saved data sets, or the `input_ids` of a row.
 
 Each reader is a generator of documents or rows, in file order; a bad row raises DataError with file and row. Used by
 `shardwise.data.corpus`.
@@ -6,6 +6,7 @@ Each reader is a generator of documents or rows, in file order; a bad row raises
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,14 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from shardwise.data.compressed import opened_text, tell_read
+from shardwise.data.compressed import content_suffix, opened_text, tell_read
 from shardwise.data.row_filter import EVERY_COLUMN
 from shardwise.errors import DataError
 from shardwise.words import nearest
 
 PIECE = 1 << 20  # characters of a document that are tokenized at once
 BATCH_ROWS = 1024
+LONGEST_CELL = (1 << 31) - 1  # of a CSV file: Python's own limit is 131,072 characters
 
 # Columns beside `input_ids` that say which tokens are learned. Packed sequences know none of that.
 LABELS = "labels"
@@ -158,6 +160,35 @@ def json_row(line: str, where: str) -> dict[str, Any]:
     return row
 
 
+def csv_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+    """Rows of a CSV file below its line of column names, as RFC 4180 has them; of a .tsv file by tabs. All are text."""
+    csv.field_size_limit(LONGEST_CELL)
+    with opened_text(path, newline="") as stream:
+        lines = csv.reader(stream, delimiter="\t" if content_suffix(path) == ".tsv" else ",", strict=True)
+        try:
+            names = next(lines, [])
+            wanted = _columns(str(path), names, required, optional)
+            for cells in lines:
+                where = f"{path}, line {lines.line_num}"
+                if cells:  # of a blank line there are none
+                    _check_cells(where, cells, names)
+                    row = dict(zip(names, cells, strict=True))
+                    yield where, {name: row[name] for name in wanted}
+        except csv.Error as error:
+            raise DataError(
+                f"{path}, line {lines.line_num}: not valid CSV ({error}); quote cells with quotes or line breaks in "
+                "them, or set data.format to what it is"
+            ) from error
+
+
+def _check_cells(where: str, cells: Sequence[str], names: Sequence[str]) -> None:
+    if len(cells) != len(names):
+        raise DataError(
+            f"{where}: {len(cells)} cells, and the first line names {len(names)} columns; quote cells with commas in "
+            "them, or remove the line"
+        )
+
+
 def parquet_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a Parquet file."""
     import pyarrow as pa
@@ -224,6 +255,7 @@ def _saved_dataset(path: Path) -> Any:
 
 ROWS: dict[str, Callable[[Path, Sequence[str], Sequence[str]], Iterator[Row]]] = {
     "jsonl": jsonl_rows,
+    "csv": csv_rows,
     "parquet": parquet_rows,
     "dataset": dataset_rows,
 }

@@ -34,6 +34,16 @@ class RowFilter:
         check_arguments(self._function, ("row",), self._what)
         self.identity = digest(wanted, _source_of(self._function, self._what))
 
+    @staticmethod
+    def asks_for_numbers(wanted: Filter) -> bool:
+        """Return whether some column has to be a number, or true or false."""
+        wishes = wanted.values() if isinstance(wanted, Mapping) else ()
+        return any(
+            isinstance(wish, Mapping)
+            or not all(isinstance(one, str) for one in (wish if isinstance(wish, list) else [wish]))
+            for wish in wishes
+        )
+
     def keeps(self, where: str, row: Mapping[str, Any]) -> bool:
         """Return whether a row is read.
 

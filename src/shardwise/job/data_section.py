@@ -11,11 +11,11 @@ from shardwise.job.section import Section, UserPath
 from shardwise.job.values import OwnObject, Positive, SetName
 
 DataFormat = Literal[
-    "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
+    "auto", "stdlib", "text", "jsonl", "csv", "parquet", "dataset", "tokens", "factory", "chat", "prompt_completion",
     "preference", "image_folder",
 ]  # fmt: skip
 SourceFormat = Literal[
-    "auto", "stdlib", "text", "jsonl", "parquet", "dataset", "tokens", "chat", "prompt_completion", "preference"
+    "auto", "stdlib", "text", "jsonl", "csv", "parquet", "dataset", "tokens", "chat", "prompt_completion", "preference"
 ]
 ROW_FORMATS = ("chat", "prompt_completion", "preference")  # rows of conversations and pairs, some tokens trained on
 STREAMED_FORMATS = ("auto", "jsonl", "parquet", "dataset", "tokens")
@@ -91,11 +91,11 @@ class DataSection(Section):
     )
     format: DataFormat = Field(
         default="auto",
-        description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `parquet`; `dataset`: a local "
-        "directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, parquet or a saved "
-        "dataset); `factory`: a map-style dataset of your own. Rows of the same files, found by their columns: `chat` "
-        "(`messages`, or `conversations` of ShareGPT), `prompt_completion`, `preference` (`chosen`, `rejected`). "
-        "`image_folder`: a directory with a folder of images for each class.",
+        description="`stdlib`: the Python standard library's sources; `text`, `jsonl`, `csv` (`.tsv` too), `parquet`; "
+        "`dataset`: a local directory of `datasets.save_to_disk`; `tokens`: rows with an `input_ids` list (jsonl, "
+        "parquet or a saved dataset); `factory`: a map-style dataset of your own. Rows of the same files, found by "
+        "their columns: `chat` (`messages`, or `conversations` of ShareGPT), `prompt_completion`, `preference` "
+        "(`chosen`, `rejected`). `image_folder`: a directory with a folder of images for each class.",
     )
     factory: str | None = Field(
         default=None,

@@ -7,6 +7,7 @@ rows are put into sequences in the plainest way. Shared is the list of files.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import xxhash
 from datasets import DatasetDict, load_from_disk
 from transformers import AutoTokenizer
 
-from shardwise.data.compressed import opened_text
+from shardwise.data.compressed import content_suffix, opened_text
 from shardwise.data.corpus import find_corpus
 from shardwise.job.schema import Job
 from shardwise.testing.oracle_corpus import is_kept
@@ -218,6 +219,9 @@ def _rows_of_file(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(_without_nulls, dataset["train"] if isinstance(dataset, DatasetDict) else dataset)
     elif path.suffix == ".parquet":
         yield from map(_without_nulls, pq.read_table(path).to_pylist())
+    elif content_suffix(path) in (".csv", ".tsv"):
+        with opened_text(path, newline="") as lines:
+            yield from csv.DictReader(lines, delimiter="\t" if content_suffix(path) == ".tsv" else ",")
     else:
         with opened_text(path) as lines:
             yield from (json.loads(line) for line in lines if line.strip())

@@ -12,7 +12,7 @@ from shardwise.plan.draft import Draft, changed
 from shardwise.plan.rules.rule import Rule, idle
 from shardwise.words import one_of
 
-DATA_FILES = ("text", "jsonl", "parquet", "dataset", "tokens", "image_folder", *ROW_FORMATS)
+DATA_FILES = ("text", "jsonl", "csv", "parquet", "dataset", "tokens", "image_folder", *ROW_FORMATS)
 ROW_KEYS = ("chat_template", "train_on", "packing", "truncation")
 TRAINABLE_PARTS = {  # of the rows of each format
     "chat": ("auto", "assistant", "last_assistant", "all"),
