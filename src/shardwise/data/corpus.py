@@ -194,21 +194,7 @@ def find_corpus(data: DataSection) -> Corpus:
         container = _container(paths, name)
         files = _files(paths, container)
         left_out = _left_out(paths, files) if container == "jsonl" else 0
-    if container == "text" and data.field != DataSection().field:
-        raise ConfigError(
-            f"data.field={data.field!r} with data.format={name}: a text file is one document and has no columns; "
-            "leave data.field out, or set data.format to jsonl, csv, parquet, dataset or tokens"
-        )
-    if container == "text" and data.filter is not None:
-        raise ConfigError(
-            f"data.filter={data.filter!r} with data.format={name}: a text file is one document and has no columns; "
-            "leave data.filter out, or give files with rows"
-        )
-    if container == "csv" and RowFilter.asks_for_numbers(data.filter):
-        raise ConfigError(
-            f"data.filter={data.filter!r}: cells of a CSV file are text; ask for text, as {{year: '2024'}}, or give a "
-            "function of your own"
-        )
+    _check_columns(data, name, container)
     if not files:
         raise DataError(
             f"data.path={data.path!r}: no file to read with data.format={name}; give another format, or a path with "
@@ -230,6 +216,25 @@ def find_corpus(data: DataSection) -> Corpus:
         filter=row_filter,
         left_out=left_out,
     )
+
+
+def _check_columns(data: DataSection, name: str, container: str) -> None:
+    """Refuse what a job says of columns that its files do not have, or have as text alone."""
+    if container == "text" and data.field != DataSection().field:
+        raise ConfigError(
+            f"data.field={data.field!r} with data.format={name}: a text file is one document and has no columns; "
+            "leave data.field out, or set data.format to jsonl, csv, parquet, dataset or tokens"
+        )
+    if container == "text" and data.filter is not None:
+        raise ConfigError(
+            f"data.filter={data.filter!r} with data.format={name}: a text file is one document and has no columns; "
+            "leave data.filter out, or give files with rows"
+        )
+    if container == "csv" and RowFilter.asks_for_numbers(data.filter):
+        raise ConfigError(
+            f"data.filter={data.filter!r}: cells of a CSV file are text; ask for text, as {{year: '2024'}}, or give a "
+            "function of your own"
+        )
 
 
 def words_of_left_out(left_out: int) -> str:
