@@ -224,10 +224,7 @@ def train_step(
     totals = model.run(objective, batches, step, seed)
     sums = reduce_loss_and_norm(model, optimizer, totals, scaler.scale, control, objective.measured())
     agreed, counts = sums.control, sums.control.counts
-    if step == 0:
-        _check_count(round(sums.counted), counts.samples)
-    if sums.norm == 0 and counts.tokens and model.detached:
-        raise ModelError(DETACHED)
+    _check_losses(model, sums, step)
     scale, skipped = scaler.scale, _update(model, optimizer, scaler, sums)
     return StepResult(
         normalisation.mean(sums.loss, counts),
@@ -403,6 +400,14 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square().sum()
     chunks = (chunk for gradient in gradients for chunk in gradient.reshape(-1).split(NORM_CHUNK))
     return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=wide)
+
+
+def _check_losses(model: ParallelModel, sums: ReducedSums, step: int) -> None:
+    """Refuse losses that count otherwise than the batches do, at the first step, or that nothing can be learnt from."""
+    if step == 0:
+        _check_count(round(sums.counted), sums.control.counts.samples)
+    if sums.norm == 0 and sums.control.counts.tokens and model.detached:
+        raise ModelError(DETACHED)
 
 
 def _check_count(counted: int, count: int) -> None:
