@@ -274,6 +274,59 @@ def test_a_loss_that_is_detached_on_every_rank_is_refused(world_pool: WorldPool,
         assert "have no gradient on any rank" in refused and not is_updated
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Residuals(nn.Module):
+    """A chain of blocks whose loss is the loop's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def steps_on_stages(stages: int) -> tuple[list[float], float, str]:
+    """Return losses and norms of steps, the loss of an evaluation, and what a step without a loss function says."""
+    torch.manual_seed(0)
+    sections = {
+        **SECTIONS, "training": {"steps": 4, "microbatch_size": 4},
+        "parallel": {"device": "cpu", "pipeline_parallel_degree": stages},
+    }  # fmt: skip
+    generator, results = torch.Generator().manual_seed(1), list[float]()
+    with Session(model=Residuals(), example={"x": torch.zeros(4, 4)}, **sections) as session:
+        x, y = torch.randn(8, 4, generator=generator).double(), torch.randn(8, 1, generator=generator).double()
+        batches = [{"x": x[:4], "labels": y[:4]}, {"x": x[4:], "labels": y[4:]}]
+        for _ in range(2):
+            result = session.step(batches, loss_function=squared_error)
+            results += [result.loss, result.grad_norm]
+        loss, refused = session.evaluate([batches], loss_function=squared_error), ""
+        if stages > 1:
+            with pytest.raises(ShardwiseError) as error:
+                session.step(batches)
+            refused = str(error.value)
+    return results, loss, refused
+
+
+def test_a_loop_brings_the_loss_of_a_module_on_stages(world_pool: WorldPool) -> None:
+    [(expected, evaluated, _)] = world_pool.run(1, steps_on_stages, 1)
+    for results, loss, refused in world_pool.run(2, steps_on_stages, 2):
+        assert results == pytest.approx(expected, rel=1e-9) and loss == pytest.approx(evaluated, rel=1e-9)
+        assert "give step() and evaluate() a loss_function" in refused
+
+
 def test_calls_that_cannot_be_meant_are_refused(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     job = make_job(corpora, "gpt2", layers=1).model_copy(update={"output": str(tmp_path / "run")})
     for said in world_pool.run(2, refusals, job):

@@ -37,11 +37,14 @@ def as_batches(
         has_own_loss: whether the loss is the job's, which for language models needs labels.
 
     Raises:
-        ConfigError: there are none, or no labels, or a pipeline gets another number of rows than it was planned for.
+        ConfigError: there are none, or no labels, or no loss on the last stage, or a pipeline gets another number of
+            rows than it was planned for.
     """
     microbatches = [given] if isinstance(given, Batch | Mapping) else list(given)
     if not microbatches:
         raise ConfigError("step() got no microbatch; every rank brings at least one, and all equally many")
+    if has_own_loss:
+        _check_has_loss(assembled)
     rank, ranks = assembled.layout.data_rank, assembled.layout.data_ranks
     has_one_size = _has_one_size(assembled, len(microbatches))
     batches = []
@@ -77,6 +80,16 @@ def _as_batch(tensors: Mapping[str, Tensor], assembled: AssembledJob) -> Batch:
     if counted is None:
         raise ConfigError("a microbatch has no tensor with a dim, of which dim 0 are its rows; give inputs as [B, ...]")
     return Batch(inputs=inputs, labels=labels, rows=torch.arange(len(counted), device=counted.device))
+
+
+def _check_has_loss(assembled: AssembledJob) -> None:
+    """Refuse to take the loss of a module's own forward on stages, of which no one runs all of it."""
+    objective = assembled.objective
+    if assembled.plan.stages and isinstance(objective, OwnModule) and objective.function is None:
+        raise ConfigError(
+            "the loss of a module is taken on the last pipeline stage, from its output; give step() and evaluate() a "
+            "loss_function, or set model.loss"
+        )
 
 
 def _check_labels(labels: Tensor, assembled: AssembledJob) -> None:

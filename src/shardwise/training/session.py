@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -163,6 +163,8 @@ class Session:
         given = None if model is None else GivenModel.of(model, job.training.seed, example)
         facts = study(job) if given is None else given.study(job)
         has_data = given is None or _names_data(job)
+        if not has_data:  # a loop that brings the batches may bring the loss, too: `as_batches` asks for it
+            facts = replace(facts, computes_own_loss=False)
         data = prepare_data(job, facts) if has_data else None
         if data is None and job.training.epochs is not None:
             raise ConfigError(
