@@ -413,10 +413,11 @@ def generators(job: Job) -> list[float]:
 @pytest.mark.slow
 def test_random_state_returns_to_the_same_ranks(world_pool: WorldPool, corpora: Path, tmp_path: Path) -> None:
     """Fused attention dropout draws from it, so an exact resume needs it."""
-    job = a_job(corpora, tmp_path / "run", dropout=0.1, attention="sdpa", precision={"compute": "fp32"})
+    sections: dict[str, Any] = {"dropout": 0.1, "attention": "sdpa", "precision": {"compute": "fp32"}}
+    job = a_job(corpora, tmp_path / "run", **sections)
     world_pool.run(2, train, job)
     first, second = world_pool.run(2, generators, resumed(job))
-    fresh = world_pool.run(2, generators, job)
+    fresh = world_pool.run(2, generators, a_job(corpora, tmp_path / "other", **sections))
     assert first != second
     assert [first, second] != fresh
     manifest = json.loads((tmp_path / "run/checkpoints/step-00000006/manifest.json").read_text())
