@@ -96,6 +96,19 @@ def test_documents_are_apart_or_refused(world_pool: WorldPool, model_type: str) 
         resolve(job, World(1, "cpu", 1), study(job), None)
 
 
+ALIBI = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4}
+
+
+def test_falcons_bias_on_keys_keeps_documents_apart_but_in_eager_attention(world_pool: WorldPool) -> None:
+    """transformers' own class, which eager attention keeps, makes the bias of a mask [B, S]."""
+    job = documents_job("falcon", "causal_lm")
+    job = job.model_copy(update={"model": job.model.model_copy(update={"config": {**job.model.config, **ALIBI}})})
+    assert world_pool.run(1, moved, job)[0] <= MOVED["fp64"]
+    eager = job.model_copy(update={"model": job.model.model_copy(update={"attention": "eager"})})
+    with pytest.raises(LegalityError, match=r"falcon keeps transformers' own attention here.*isolate_documents false"):
+        resolve(eager, World(1, "cpu", 1), study(eager), None)
+
+
 def test_chunks_are_counted_in_a_sequence_and_not_in_documents() -> None:
     """Llama 4's; an attention that sees chunks would not hide what it hides in a document alone."""
     config = toy_config("llama4_text", attention_chunk_size=100, max_position_embeddings=128)

@@ -45,6 +45,10 @@ class FamilyAttention:
     fp32_scores: bool = False
     key_bias_method: str = ""
 
+    def is_replaced(self, config: Any) -> bool:
+        """Return whether a model of the family gets the classes of `classes`, where there are some."""
+        return self.keeps_class is None or not self.keeps_class(config)
+
 
 @dataclass(frozen=True)
 class Family:

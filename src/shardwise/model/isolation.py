@@ -35,6 +35,9 @@ def isolation_capability(
         return refused(f"{family} {record.document_refusal}, and takes none of documents")
     if model.config.is_encoder_decoder:
         return refused(f"the decoder of {family} looks at all of its encoder's sequence")
+    attention = record.attention
+    if attention is not None and not attention.is_replaced(model.config):
+        return refused(f"{family} keeps transformers' own attention here, which takes no mask of documents")
     if split_inputs.ok or record.keeps_documents_apart:
         return SUPPORTED
     gathered = () if split_forward is None else split_forward.gathered

@@ -20,7 +20,7 @@ def replace_attention(model: PreTrainedModel) -> None:
     """Give attention modules the class of their family that calls transformers' AttentionInterface."""
     config: Any = model.config
     attention = family_of(str(config.model_type)).attention
-    if attention is None or (attention.keeps_class is not None and attention.keeps_class(config)):
+    if attention is None or not attention.is_replaced(config):
         return
     for module in model.modules():
         if type(module) in attention.classes:

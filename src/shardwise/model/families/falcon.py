@@ -79,5 +79,6 @@ FAMILY = Family(
     tensor_splits=INTERLEAVED_BLOCK,
     per_head_arguments=("alibi",),
     refine_splits=_refine_splits,
+    keeps_documents_apart=True,
     block=BlockTraits(parallel_residual=True),
 )
