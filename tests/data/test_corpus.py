@@ -116,6 +116,12 @@ def test_a_filter_of_a_table_asks_for_text(tmp_path: Path) -> None:
     assert documents(corpus_of(path=str(path), filter={"year": "2024"})) == ["a"]
 
 
+def test_a_table_has_no_token_ids(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "csv", {"input_ids": ["1 2"]})
+    with pytest.raises(DataError, match=r"data.format=tokens reads jsonl, parquet or a saved data set"):
+        corpus_of(path=str(path), format="tokens")
+
+
 def test_tables_beside_documents_and_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "in", "csv", {"text": ["a"]})
     assert corpus_of(path=str(tmp_path / "in")).format == "csv"

@@ -325,11 +325,12 @@ def _format_of(path: Path) -> str:
 def _container(paths: list[Path], name: str) -> str:
     if name != "tokens" and name not in ROW_FORMATS:
         return name
-    formats = {_format_of(path) for path in paths} - {"text"}
+    of_text = ("csv",) if name in ROW_FORMATS else ()  # whose cells are no lists of ids
+    formats = {_format_of(path) for path in paths} & {"jsonl", *of_text, "parquet", "dataset"}
     if len(formats) != 1:
+        kinds = ", ".join(["jsonl", *of_text, "parquet"])
         raise DataError(
-            f"{', '.join(map(str, paths[:3]))}: data.format={name} reads jsonl, csv, parquet or a saved data set; give "
-            "one"
+            f"{', '.join(map(str, paths[:3]))}: data.format={name} reads {kinds} or a saved data set; give one"
         )
     return formats.pop()
 

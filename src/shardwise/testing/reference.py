@@ -69,7 +69,7 @@ SUMS = 10  # roundings of a gradient as large as the largest, until it is compar
 PARTS = (1 / 3, 2 / 3)  # of a loss, whose gradients have other roundings than the whole one's
 FLOOR_EXPECTED = 1e-12  # an fp64 model whose own rounding is above this computes partly in a smaller dtype
 ROUNDS_INSIDE = "The model itself computes in a smaller dtype than fp64, which moves gradients by its rounding"
-PAIRS_CANCEL = "Margins of pairs nearly cancel, so that rounding moves loss and gradients further than usual"
+NUMBERS_CANCEL = "Numbers nearly cancel, so that rounding in fp32 moves loss and gradients further than usual"
 REPEATS = 3  # of a step, for modules that count what they do
 REPEATED = Tolerance(1e-5)  # of gradients of the same step: nothing of it is rounded otherwise
 FLOOR_MOST = 0.05  # of a gradient: no dtype's rounding is above this
@@ -227,16 +227,15 @@ class OracleReference:
     def _loosen(self, step: int, before: Snapshot) -> bool:
         """Allow what fp32 inside an fp64 model does, if it does something; True where that changes the tolerances.
 
-        And what fp32 does to a loss of pairs: its margin is a difference of sums, which may nearly cancel.
+        And what it does to a model in fp32 whose numbers nearly cancel: margins of pairs, gradients of deep models.
         Norms that compute in fp32 round a sum to another neighbour where it differs by one unit of fp64. How far that
         moves gradients depends on the weights, and so on the step.
         """
-        is_of_pairs = self.oracle.reference is not None and self.plan.dtypes.compute == "fp32"
-        if self.plan.dtypes.compute != "fp64" and not is_of_pairs:
+        if self.plan.dtypes.compute not in ("fp64", "fp32") or self.plan.float8:
             return False
         rounding = inner_rounding(self.oracle, step)
         self.oracle.restore(before)
-        if rounding <= (self.tolerances.gradient.error / 2 if is_of_pairs else self.loosened):
+        if rounding <= (self.loosened if self._is_fp64 else self.tolerances.gradient.error / 2):
             return False
         self.loosened = rounding
         self._allow(2 * rounding)  # it is a sample of what two orders of sums do
@@ -342,7 +341,7 @@ class OracleReference:
         self.led, wide = True, max(self.tolerances.gradient.error, error)
         self.tolerances = replace(self.tolerances, loss=Tolerance(wide), gradient=Tolerance(wide))
         notes = self.report.notes
-        reason = ROUNDS_INSIDE if self.plan.dtypes.compute == "fp64" else PAIRS_CANCEL
+        reason = ROUNDS_INSIDE if self._is_fp64 else NUMBERS_CANCEL
         notes[:] = [note for note in notes if not note.startswith(reason)]
         notes.append(f"{reason}; they are held to {wide:.1e}.")
 
