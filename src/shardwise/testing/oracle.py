@@ -148,7 +148,7 @@ class Oracle:
     def __post_init__(self) -> None:
         with drawing_from(self.job.training.seed):  # what a constructor draws and keeps beside parameters and buffers
             built = _build(self.job, self.eager)
-        self.model = _wide(adapt(built, adapter_settings(self.job.adapter)), self.master)
+        self.model = _wide(adapt(built, adapter_settings(self.job.adapter), self.weights), self.master)
         self._widens = needs_fp32_weights(self.model)
         owners: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise._torch_compat.modules import replaced_parameters
+from shardwise.errors import ModelError
 from shardwise.job.schema import AdapterSection
 
 
-def adapt(model: nn.Module, settings: AdapterSection) -> nn.Module:
-    """Give `model` the adapters that `settings` ask for, as they start; the same model."""
+def adapt(model: nn.Module, settings: AdapterSection, weights: Container[str]) -> nn.Module:
+    """Give `model` the adapters that `settings` ask for, as they start; the same model.
+
+    Args:
+        weights: names of the run's parameters. A layer whose weight is read and that is never called has no adapter
+            there; one that is called all the same is a mistake.
+    """
     if settings.kind == "none":
         return model
     repeated = [re.escape(name) for name in settings.modules_to_save]
@@ -31,7 +38,10 @@ def adapt(model: nn.Module, settings: AdapterSection) -> nn.Module:
     for name, layer in list(model.named_modules()):
         is_linear = type(layer) in (nn.Linear, Conv1D) and _in_a_block(name)
         if is_linear and _is_named(name, settings) and not left_out.fullmatch(name):
-            _add(layer, name, settings)
+            if f"{name}.lora_A.weight" in weights:
+                _add(layer, name, settings)
+            else:
+                layer.register_forward_pre_hook(partial(_refuse_call, name))
     for name, module in list(model.named_modules()):
         stacks = [leaf for leaf, _ in module.named_parameters(recurse=False) if _is_stack(f"{name}.{leaf}", settings)]
         if stacks:
@@ -93,6 +103,12 @@ def _add(layer: Any, name: str, settings: AdapterSection) -> None:
         layer.lora_magnitude_vector = nn.Module()
         layer.lora_magnitude_vector.weight = nn.Parameter(rows.detach().norm(dim=1))
     layer.register_forward_hook(_adapted_output)
+
+
+def _refuse_call(name: str, layer: nn.Module, inputs: Any) -> None:
+    raise ModelError(
+        f"{name} is called by the model, adapter.target_modules names it, and the run has no adapter there"
+    )
 
 
 def _rank_and_scaling(name: str, settings: AdapterSection) -> tuple[int, float]:
