@@ -24,6 +24,7 @@ from shardwise.data.streaming.sources import describe_listing, find_shards
 from shardwise.errors import ConfigError, DataError
 from shardwise.job.data_section import DataSection
 from shardwise.job.schema import Job
+from shardwise.testing.oracle_rows import _rows_of_file
 from tests.data.conftest import TEXTS
 
 
@@ -89,6 +90,13 @@ def test_cells_are_text_as_they_are_quoted(tmp_path: Path, suffix: str, separato
     assert documents(corpus_of(path=str(path))) == ['Two\nlines, with "quotes"', "plain"]
     corpus = corpus_of(path=str(path), filter={"lang": "de"})
     assert [dict(row) for _, row in corpus.rows(["id"])] == [{"id": "2", "lang": "de"}]
+
+
+def test_a_cell_may_be_as_long_as_a_document(tmp_path: Path) -> None:
+    long = "0123456789" * 20_000
+    path = write(tmp_path / "in", "csv", {"text": [long]})
+    assert documents(corpus_of(path=str(path))) == [long]
+    assert [row for row in _rows_of_file(path)] == [{"text": long}]
 
 
 @pytest.mark.parametrize(

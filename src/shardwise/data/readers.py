@@ -22,12 +22,13 @@ from shardwise.words import nearest
 
 PIECE = 1 << 20  # characters of a document that are tokenized at once
 BATCH_ROWS = 1024
-LONGEST_CELL = (1 << 31) - 1  # of a CSV file: Python's own limit is 131,072 characters
 
 # Columns beside `input_ids` that say which tokens are learned. Packed sequences know none of that.
 LABELS = "labels"
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 BESIDE_TOKENS = (LABELS, *MASKS)
+
+csv.field_size_limit((1 << 31) - 1)  # a cell may be a document; Python's limit is 131,072 characters
 
 Columns = Mapping[str, Any]  # of a row: those that its reader was asked for, where the row has them
 Row = tuple[str, Columns]  # where it stands (for messages), and its columns
@@ -162,7 +163,6 @@ def json_row(line: str, where: str) -> dict[str, Any]:
 
 def csv_rows(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     """Rows of a CSV file below its line of column names, as RFC 4180 has them; of a .tsv file by tabs. All are text."""
-    csv.field_size_limit(LONGEST_CELL)
     with opened_text(path, newline="") as stream:
         lines = csv.reader(stream, delimiter="\t" if content_suffix(path) == ".tsv" else ",", strict=True)
         try:
