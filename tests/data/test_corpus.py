@@ -96,7 +96,7 @@ def test_a_cell_may_be_as_long_as_a_document(tmp_path: Path) -> None:
     long = "0123456789" * 20_000
     path = write(tmp_path / "in", "csv", {"text": [long]})
     assert documents(corpus_of(path=str(path))) == [long]
-    assert [row for row in _rows_of_file(path)] == [{"text": long}]
+    assert list(_rows_of_file(path)) == [{"text": long}]
 
 
 @pytest.mark.parametrize(
