@@ -187,19 +187,38 @@ def test_a_group_that_has_ended_may_be_aborted(world_pool: WorldPool) -> None:
     assert world_pool.run(2, spread, 2, aborted_after_its_end) == [True, True]
 
 
-def without_interface() -> str:
-    if dist.get_rank() == 1:
+def without(what: str, rank: int) -> str:
+    """Make a group where this rank has no such interface, or no memory."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == rank and what == "interface":
         os.environ[engine.INTERFACE_VARIABLE] = "none0"
+    elif dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         registration.register()
         dist.new_group(backend="shardwise", timeout=timedelta(seconds=20))
-    except dist.DistBackendError as error:
+    except dist.DistError as error:
         return str(error)
     finally:
         os.environ.pop(engine.INTERFACE_VARIABLE, None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return ""
 
 
-def test_an_interface_without_address_is_told_on_every_host(world_pool: WorldPool) -> None:
-    for told in world_pool.run(2, spread, 2, without_interface):
-        assert "this host has no address on the interface none0" in told
+@pytest.mark.parametrize(
+    ("what", "rank", "words"),
+    [
+        ("interface", 0, "this host has no address on the interface none0"),
+        ("interface", 1, "this host has no address on the interface none0"),
+        ("interface", 3, "this host has no address on the interface none0"),
+        ("memory", 0, "no shared memory of"),
+        ("memory", 1, "no shared memory of"),
+    ],
+)
+def test_why_a_rank_takes_no_part_is_told_on_every_host(
+    world_pool: WorldPool, what: str, rank: int, words: str
+) -> None:
+    for told in world_pool.run(4, spread, 2, without, what, rank):
+        assert words in told

@@ -97,58 +97,67 @@ inline std::unique_ptr<Room> find_room(Meeting& meeting, int& shown) {
   return std::make_unique<Room>(descriptor, local, size, token, names);
 }
 
-// Every rank says where it listens; the group's first rank draws what all of them know and nobody else does.
-inline std::unique_ptr<Wire> connect(Meeting& meeting, Room& room) {
+inline std::string gate_key(int rank) { return "gate/" + std::to_string(rank); }
+
+// The group's first rank draws what all of them know and nobody else does. Before all else that may fail.
+inline void say_secret(Meeting& meeting) {
+  Secret asked, answered;
+  draw(asked);
+  draw(answered);
+  meeting.say("secret", std::string(asked.begin(), asked.end()) + std::string(answered.begin(), answered.end()));
+}
+
+inline std::unique_ptr<Gate> open_gate(const Network& network) {
+  return std::make_unique<Gate>(network.interface.empty() ? address_towards(network.host, network.port)
+                                                          : address_of_interface(network.interface));
+}
+
+// Every rank has said where it listens, or why it cannot take part. Ranks of this host are heard too: whoever takes no part
+// leaves those of other hosts at once, and they would be waited for here.
+inline std::unique_ptr<Wire> connect(Meeting& meeting, Room& room, Gate& gate) {
   const Places& places = meeting.places;
-  const auto key = [](int rank) { return "gate/" + std::to_string(rank); };
-  std::unique_ptr<Gate> gate;
-  try {
-    gate = std::make_unique<Gate>(meeting.network.interface.empty()
-                                      ? address_towards(meeting.network.host, meeting.network.port)
-                                      : address_of_interface(meeting.network.interface));
-  } catch (const Failure& failure) {
-    meeting.say(key(places.rank), failure.what());
-    throw;
-  }
   Gate::Party party;
   party.rank = places.rank;
   party.addresses.resize(places.size()), party.ports.resize(places.size()), party.who.resize(places.size());
-  if (places.rank == 0) {
-    draw(party.asked);
-    draw(party.answered);
-    meeting.say("secret", std::string(party.asked.begin(), party.asked.end()) + std::string(party.answered.begin(), party.answered.end()));
+  for (int peer = 0; peer < places.size(); ++peer) {
+    const std::string said = meeting.hear(gate_key(peer)), name = "rank " + std::to_string(meeting.names[peer]);
+    std::istringstream text(said);
+    std::string address, port, process;
+    text >> address >> port >> process;
+    if (text.fail() || said.find("shardwise") == 0) throw Failure("shardwise engine: " + name + " takes no part: " + said);
+    party.who[peer] = name + " (process " + process + " at " + address + ")";
+    if (places.is_remote(peer)) party.addresses[peer] = address, party.ports[peer] = port;
   }
   const std::string secret = meeting.hear("secret");
   if (secret.size() != party.asked.size() + party.answered.size()) throw Failure("shardwise engine: the group's secret is not one");
   std::copy_n(secret.begin(), party.asked.size(), party.asked.begin());
   std::copy_n(secret.begin() + static_cast<std::ptrdiff_t>(party.asked.size()), party.answered.size(), party.answered.begin());
-  meeting.say(key(places.rank), gate->address() + ' ' + gate->port() + ' ' + std::to_string(getpid()));
-  for (int peer = 0; peer < places.size(); ++peer) {
-    if (!places.is_remote(peer) && peer != places.rank) continue;
-    const std::string said = meeting.hear(key(peer)), name = "rank " + std::to_string(meeting.names[peer]);
-    std::istringstream text(said);
-    std::string process;
-    text >> party.addresses[peer] >> party.ports[peer] >> process;
-    if (text.fail() || said.find("shardwise") == 0) throw Failure("shardwise engine: " + name + " does not listen: " + said);
-    party.who[peer] = name + " (process " + process + " at " + party.addresses[peer] + ")";
-  }
-  party.addresses[places.rank].clear();
   const int64_t patience = std::chrono::nanoseconds(meeting.timeout).count();
-  return std::make_unique<Wire>(room, gate->meet(party, patience), meeting.names, party.who);
+  return std::make_unique<Wire>(room, gate.meet(party, patience), meeting.names, party.who);
 }
 
 // Makes what a group has in common. All ranks say how it went, so all know, and all fail where one does.
 inline Met meet(Meeting meeting) {
   const Places& places = meeting.places;
   const auto key = [](int rank) { return "here/" + std::to_string(rank); };
+  const bool several_hosts = places.hosts.size() > 1;
   Met met;
+  std::unique_ptr<Gate> gate;
   int shown = -1;
   std::string problem;
-  try {
-    met.room = find_room(meeting, shown);
-    if (places.hosts.size() > 1) met.wire = connect(meeting, *met.room);
-  } catch (const Failure& failure) {
-    problem = failure.what();
+  const auto attempt = [&](auto part) {
+    try {
+      if (problem.empty()) part();
+    } catch (const Failure& failure) {
+      problem = failure.what();
+    }
+  };
+  if (several_hosts && places.rank == 0) attempt([&] { say_secret(meeting); });
+  attempt([&] { met.room = find_room(meeting, shown); });
+  if (several_hosts) {
+    attempt([&] { gate = open_gate(meeting.network); });
+    meeting.say(gate_key(places.rank), problem.empty() ? gate->address() + ' ' + gate->port() + ' ' + std::to_string(getpid()) : problem);
+    attempt([&] { met.wire = connect(meeting, *met.room, *gate); });
   }
   meeting.say(key(places.rank), problem);
   for (int peer = 0; peer < places.size(); ++peer) {
