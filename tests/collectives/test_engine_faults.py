@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from shardwise.collectives import engine, registration
 from shardwise.collectives.names import CollectiveName
+from shardwise.collectives.topology import HOST_VARIABLE
 from shardwise.errors import ModelError
 from shardwise.testing.world import WorldError, WorldPool
 
@@ -200,6 +202,36 @@ def leave_early() -> str:
 def test_a_rank_that_left_is_named(world_pool: WorldPool) -> None:
     told = world_pool.run(2, leave_early)[1]
     assert "rank 0 (process" in told and "has left the group; barrier #1 waits for it" in told
+
+
+def on_hosts(hosts: int, function: Callable[[], Any]) -> Any:
+    os.environ[HOST_VARIABLE] = f"host {dist.get_rank() % hosts}"
+    try:
+        return function()
+    finally:
+        del os.environ[HOST_VARIABLE]
+
+
+def from_any_rank() -> list[float]:
+    """Rank 1 sends and leaves before rank 2 sends; then nobody is left to send."""
+    group, me, data = engine_group(), dist.get_rank(), torch.tensor([float(dist.get_rank())])
+    if me == 0:
+        found = [torch.zeros(1) for _ in range(2)]
+        for each in found:
+            dist.recv(each, None, group)
+        with pytest.raises(dist.DistBackendError, match=r"has left the group; recv of 4 bytes .* from any"):
+            dist.recv(torch.zeros(1), None, group)
+        return [each.item() for each in found]
+    if me == 2:
+        time.sleep(0.5)  # rank 0 looks around meanwhile
+    dist.send(data, 0, group)
+    dist.destroy_process_group(group)
+    return []
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_a_message_of_any_rank_comes_though_another_has_left(world_pool: WorldPool, hosts: int) -> None:
+    assert world_pool.run(3, on_hosts, hosts, from_any_rank)[0] == [1.0, 2.0]
 
 
 def leavings() -> tuple[int, int, int]:

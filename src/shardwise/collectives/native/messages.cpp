@@ -230,9 +230,13 @@ void Messenger::look_around(const std::vector<std::string>& gone) {
   }
 }
 
+// A rank that has left as it should sends nothing more: of a message of any rank, another one may be the sender.
 void Messenger::look_at(const Transfer& transfer, const std::vector<std::string>& gone) {
+  const auto is_there = [&](int peer) { return peer != group_.rank && gone[peer].empty(); };
+  bool others = false;
+  for (int peer = 0; peer < group_.size; ++peer) others = others || is_there(peer);
   for (int peer = 0; peer < group_.size; ++peer) {
-    const bool awaited = peer != group_.rank && (transfer.peer == peer || transfer.peer < 0);
+    const bool awaited = peer != group_.rank && (transfer.peer == peer || (transfer.peer < 0 && !(others && group_.left(peer))));
     if (awaited && !gone[peer].empty()) group_.fail(gone[peer] + "; " + describe(transfer) + " waits for it");
   }
   if (now() - transfer.began > transfer.timeout) {

@@ -31,6 +31,7 @@ class Peers {
 
   std::string called(int peer) const { return std::to_string(names_[peer]); }
   std::string gone(int peer) const { return is_here(peer) ? room_.gone(in_room_[peer]) : wire_->silent(peer); }
+  bool left(int peer) const { return is_here(peer) ? room_.left(in_room_[peer]) : wire_->has_left(peer); }
   void throw_if_broken() const { room_.throw_if_broken(); }
   void resume() const { room_.resume(); }
   // As `Room::tell_failure`, on all hosts.

@@ -207,6 +207,11 @@ void Room::fail(const std::string& reason) {
   throw Failure(reason);
 }
 
+bool Room::left(int peer) const {
+  const Member& other = member(peer);
+  return other.state.load(std::memory_order_acquire) == 2 && !other.failed.load(std::memory_order_acquire);
+}
+
 std::string Room::gone(int peer) const {
   const Member& other = member(peer);
   const uint32_t state = other.state.load(std::memory_order_acquire);

@@ -126,6 +126,8 @@ class Room {
   // "rank 3 (process 1234) has died", "... has left the group" or "... has failed: ..."; empty while it is there. What the
   // rank did before it went is visible after this call, so whoever waits for it looks once more before giving up.
   std::string gone(int peer) const;
+  // True once it has left as it should: whoever waits for one of several ranks may wait for another.
+  bool left(int peer) const;
   // Tells an error of this rank's program. Ranks that wait for it, and have not failed as often, stop waiting.
   void tell_failure(const std::string& text);
   // This rank calls again.

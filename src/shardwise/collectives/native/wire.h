@@ -75,6 +75,7 @@ class Wire {
   void tell_failure(const std::string& text);  // of this rank's program, as `Room::tell_failure`
   std::string gone(int peer) const;            // as `Room::gone`
   std::string silent(int peer) const;          // the same, once its last message has come too
+  bool has_left(int peer) const;               // as `Room::left`
   // "... has failed: ..." if the peer has told so before it called number `sequence`; empty where it has not.
   std::string failed(int peer, uint64_t sequence) const;
   bool closed(int peer) const { return link(peer).data_closed.load(std::memory_order_acquire); }

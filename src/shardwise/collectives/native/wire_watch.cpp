@@ -141,6 +141,10 @@ std::string Wire::gone(int peer) const {
   }
 }
 
+bool Wire::has_left(int peer) const {
+  return link(peer).state.load(std::memory_order_acquire) == left && failed(peer, ~0ull).empty();
+}
+
 std::string Wire::failed(int peer, uint64_t sequence) const {
   const Link& each = link(peer);
   std::lock_guard<std::mutex> lock(each.mutex);
