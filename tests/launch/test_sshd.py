@@ -120,7 +120,7 @@ def test_hosts_train_together_are_seen_and_stop(hosts: NamedHosts, tmp_path: Pat
     assert "SIGTERM received by rank" in jobs.job_logs(out)
     # The number of the process may be another one's by now.
     with subprocess.Popen(["sleep", "600"], cwd=tmp_path) as other:
-        (tmp_path / "home" / "shardwise-jobs" / "run" / "process-0.txt").write_text(str(other.pid))
+        (tmp_path / "home" / "shardwise-jobs" / "run" / "process-0.txt").write_text(f"{other.pid} 1")
         assert jobs.job_status(out) == "host1: ended  host2: ended"
         jobs.stop_job(out)
         assert other.poll() is None

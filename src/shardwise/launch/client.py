@@ -46,7 +46,9 @@ def run_client(words: Sequence[str], given: str | None = None) -> str:
     """
     require_client(words[0])
     try:
-        ended = subprocess.run(words, input=given, capture_output=True, text=True, timeout=SECONDS, check=False)
+        ended = subprocess.run(  # logs may hold bytes that are no text
+            words, input=given, capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise HalfSubmittedError(
             f"`{' '.join(words[:3])}` has not ended after {SECONDS} s; look at the cluster what came of it"

@@ -33,7 +33,7 @@ class FakeClients:
 def clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeClients:
     """No client but those that a test adds."""
     made = FakeClients(tmp_path / "bin")
-    for program in ("bash", "sh", "cat", "mkdir", "setsid", "sleep", "rm", "rmdir"):
+    for program in ("bash", "sh", "cat", "mkdir", "setsid", "sleep", "rm", "rmdir", "sed", "cut"):
         found = next((place for place in ("/bin", "/usr/bin") if os.path.exists(f"{place}/{program}")), None)
         if found:
             (made.directory / program).symlink_to(f"{found}/{program}")

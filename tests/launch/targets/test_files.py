@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,95 @@ def test_what_a_container_would_lose_is_noted() -> None:
     beside = plan_for_target(job_for("jobset", mounts={"/da": "pvc:data"}), "jobset")
     assert any("output=/data/runs/llama lies inside of the container" in note for note in beside.notes)
     assert any("model.path=/data/models/llama3-8b is not on this machine" in note for note in plan.notes)
+
+
+def noted(target: str, job: dict[str, Any], **changes: Any) -> list[str]:
+    """The keys of what a launch says to be lost."""
+    settings = {key: value for key, value in {**SETTINGS[target], **changes}.items() if value is not None}
+    plan = plan_for_target(load_job({**JOB, **job, "launch": settings}, environ={}), target)
+    return [note.partition("=")[0] for note in plan.notes if "ends with" in note or "end with" in note]
+
+
+@pytest.mark.parametrize(
+    ("target", "job", "changes", "lost"),
+    [
+        ("slurm", {}, {}, []),
+        ("slurm", {"output": "runs/x"}, {"image": "x", "mounts": {"/data": "/shared"}}, ["output"]),
+        ("slurm", {}, {"image": "x", "mounts": {"/data": "/shared"}}, []),
+        ("skypilot", {}, {}, ["output"]),
+        ("skypilot", {"checkpoint": {"directory": "/data/ck"}}, {}, ["output", "checkpoint.directory"]),
+        ("skypilot", {"checkpoint": {"directory": "s3://bucket/ck"}}, {}, ["output"]),
+    ],
+)
+def test_what_other_targets_would_lose_is_noted(
+    target: str, job: dict[str, Any], changes: dict[str, Any], lost: list[str]
+) -> None:
+    assert noted(target, job, **changes) == lost
+
+
+MODELS = "/opt/ml/input/data/models"  # FSx in `SETTINGS`
+
+
+@pytest.mark.parametrize(
+    ("nodes", "directory", "kept", "shown"),
+    [
+        (4, None, "s3://bucket/runs/shardwise/checkpoints", "s3://bucket/runs/shardwise/checkpoints"),
+        (4, "ck", "s3://bucket/runs/shardwise/checkpoints", "s3://bucket/runs/shardwise/checkpoints"),
+        (4, "/opt/ml/checkpoints", "s3://bucket/runs/shardwise/checkpoints", "s3://bucket/runs/shardwise/checkpoints"),
+        (4, f"{MODELS}/ck", f"{MODELS}/ck", f"{MODELS}/ck"),
+        (1, "ck", None, "s3://bucket/runs/shardwise/checkpoints"),
+        (1, "/opt/ml/checkpoints/x", "/opt/ml/checkpoints/x", "s3://bucket/runs/shardwise/checkpoints"),
+        (1, "s3://mine/ck", "s3://mine/ck", "s3://mine/ck"),
+    ],
+)
+def test_sagemaker_keeps_checkpoints_where_the_table_says(
+    nodes: int, directory: str | None, kept: str | None, shown: str
+) -> None:
+    settings = SETTINGS["sagemaker"] | {"cluster": f"ml.p5.48xlarge:{nodes}"}
+    job = {**JOB, "checkpoint": {"every": 5} | ({} if directory is None else {"directory": directory})}
+    plan = plan_for_target(load_job({**job, "launch": settings}, environ={}), "sagemaker")
+    assert plan.job.checkpoint.directory == kept
+    assert {key: value for key, value, _ in plan.derived}["checkpoints"] == shown
+    assert any("checkpoint.directory" in note for note in plan.notes) == (directory is not None and directory != kept)
+
+
+@pytest.mark.parametrize(("output", "kept"), [("/opt/ml/runs", False), ("/opt/ml/model", True), (f"{MODELS}/x", True)])
+def test_sagemaker_gets_an_output_that_it_keeps(output: str, kept: bool) -> None:
+    plan = plan_for_target(
+        load_job({**JOB, "output": output, "launch": SETTINGS["sagemaker"]}, environ={}), "sagemaker"
+    )
+    assert ("output" in plan.job.model_fields_set) == kept
+    assert {key: value for key, value, _ in plan.derived}["output"] == (output if kept else "/opt/ml/output/data")
+
+
+def test_this_machine_restarts_as_often_as_the_job_says() -> None:
+    script = find_target("local").files(plan_of("local"), PLACE)["run.sh"]
+    assert script.endswith(" --parallel.workers 2 --parallel.max_restarts 3\n")
+
+
+@pytest.mark.parametrize("target", ["slurm", "skypilot", "ssh", "local"])
+def test_setup_is_part_of_the_start(target: str, tmp_path: Path) -> None:
+    """Each line acts in the shell that starts the ranks, on every node; one that fails ends it."""
+    for last, code in ((":", 0), ("false", 7)):
+        setup = ['export FROM_SETUP="it\'s"', 'echo "$UNSET"', f"{last} || exit 7"]
+        files = find_target(target).files(plan_for_target(job_for(target, setup=setup, secrets=None), target), PLACE)
+        script = next(text for name, text in files.items() if name in ("run.sh", "job.sbatch", "task.yaml"))
+        script = yaml.safe_load(script)["run"] if target == "skypilot" else script
+        for program, body in {
+            "srun": 'env -u FROM_SETUP "${@:3}"', "shardwise": 'printf %s "$FROM_SETUP"', "scontrol": ""
+        }.items():  # fmt: skip
+            (tmp_path / program).write_text(f"#!/bin/bash\n{body}\n")
+            (tmp_path / program).chmod(0o755)
+        environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "1", "SHARDWISE_PYTHON": "shardwise"}
+        ended = subprocess.run(["bash", "-c", script, "run", "0"], capture_output=True, text=True, env=environ)
+        assert (ended.returncode, ended.stdout.strip()) == (code, "" if code else "it's"), ended
+
+
+def test_slurm_does_not_start_without_a_secret(tmp_path: Path) -> None:
+    plan = plan_for_target(job_for("slurm", secrets={"WANDB_API_KEY": f"file:{tmp_path}/none"}, setup=None), "slurm")
+    script = find_target("slurm").files(plan, PLACE)["job.sbatch"]
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert ended.returncode == 1 and "No such file" in ended.stderr and "srun" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -317,20 +317,52 @@ def test_a_script_of_this_machine_is_known_by_process_and_start(local_record: La
     assert target.status(replace(local_record, identifier="")) == "ended"
 
 
-def test_a_process_of_another_directory_is_not_stopped_for_its_number(tmp_path: Path) -> None:
+def test_a_process_is_not_stopped_for_its_number(tmp_path: Path) -> None:
     """What a shell on a host is told: the number of a process that has ended may be another one's by now."""
     (tmp_path / "job").mkdir()
-    for directory, code in ((tmp_path, None), (tmp_path / "job", -signal.SIGTERM)):
-        with subprocess.Popen(["sleep", "600"], cwd=directory) as process:
-            (tmp_path / "job" / ssh._process(0)).write_text(str(process.pid))
-            runs = subprocess.run(["sh", "-c", ssh._runs("job", 0)], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    for is_other in (True, False):
+        with subprocess.Popen(["sleep", "600"]) as process:
+            subprocess.run(["sh", "-c", ssh._note(str(process.pid), 0)], cwd=tmp_path / "job", check=True)
+            if is_other:
+                (tmp_path / "job" / ssh._process(0)).write_text(f"{process.pid} 1")
+            runs = subprocess.run(["sh", "-c", ssh._runs("job", 0)], cwd=tmp_path)
             subprocess.run(["sh", "-c", ssh._stop("job", 0)], cwd=tmp_path, check=True)
-            if code is None:
+            if is_other:
                 assert process.poll() is None and runs.returncode == 1
                 process.terminate()
             else:
-                assert process.wait(30) == code and runs.returncode == 0
-    subprocess.run(["sh", "-c", ssh._stop("none", 0)], cwd=tmp_path, check=True)
+                assert process.wait(30) == -signal.SIGTERM and runs.returncode == 0
+    for text in (f"{process.pid} ", f"{process.pid} 1"):  # it has ended; or had before it was looked at
+        (tmp_path / "job" / ssh._process(0)).write_text(text)
+        assert subprocess.run(["sh", "-c", ssh._runs("job", 0)], cwd=tmp_path, capture_output=True).returncode
+    subprocess.run(["sh", "-c", ssh._stop("none", 0)], cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_ssh_finds_job_and_process_wherever_setup_goes(
+    clients: FakeClients, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes no notice of what a host's start-up files print; a log may hold bytes that are no text."""
+    monkeypatch.setenv("HOMES", str(tmp_path))
+    (tmp_path / "host1").mkdir()
+    clients.add("ssh", "echo welcome\n" + REMOTE_HOME)
+    clients.add("shardwise", r"""cat "$2" > /dev/null && printf 'began \377\n' && exec sleep 600""")
+    out = tmp_path / "out"
+    launch(job_for("ssh", setup=["cd /"], cluster="cpu:2", hosts=["host1"], secrets=None), "ssh", out, submit=True)
+    wait_until(lambda: "began" in jobs.job_logs(out))
+    assert "began \ufffd" in jobs.job_logs(out) and jobs.job_status(out).endswith("running")
+    jobs.stop_job(out)
+    wait_until(lambda: jobs.job_status(out).endswith("ended"))
+
+
+def test_of_conditions_of_one_second_the_last_is_the_state(clients: FakeClients, tmp_path: Path) -> None:
+    conditions = [
+        {"type": kind, "status": "True", "reason": "x", "lastTransitionTime": "2026-01-01T00:00:02Z"}
+        for kind in ("Created", "Failed")
+    ]
+    told = json.dumps({"status": {"conditions": conditions}})
+    clients.add("kubectl", f"""case "$*" in *" get "*) echo '{told}';; esac""")
+    launch(job_for("jobset"), "jobset", tmp_path / "out", submit=True)
+    assert jobs.job_status(tmp_path / "out") == "Failed (x)"
 
 
 @pytest.mark.slow

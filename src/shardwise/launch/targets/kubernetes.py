@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar
 
 from shardwise.errors import ConfigError, LaunchError
@@ -21,6 +21,7 @@ from shardwise.launch.targets.target import (
     JOB_FILE,
     LaunchTarget,
     job_text,
+    kept_outside,
     manifest_text,
     split_mount,
 )
@@ -147,8 +148,8 @@ class KubernetesTarget(LaunchTarget):
         told = run_client([*_kubectl(record), "get", self.resource, record.name, "-o", "json"])
         conditions = json.loads(told).get("status", {}).get("conditions", [])
         holds = [condition for condition in conditions if condition.get("status") == "True"]
-        newest = max(holds, key=lambda condition: condition.get("lastTransitionTime", ""), default=None)
-        return "Created" if newest is None else f"{newest['type']} ({newest.get('reason', '')})"
+        holds.sort(key=lambda condition: condition.get("lastTransitionTime", ""))  # of one second: the last in the list
+        return f"{holds[-1]['type']} ({holds[-1].get('reason', '')})" if holds else "Created"
 
     def logs(self, record: LaunchRecord) -> str:
         """Return the pods' logs, each line with its pod."""
@@ -294,23 +295,6 @@ def container(plan: LaunchPlan, name: str, command: tuple[str, ...]) -> dict[str
         "resources": resources_of(plan),
         "volumeMounts": volumes_of(plan)[1],
     }
-
-
-def kept_outside(plan: LaunchPlan) -> Iterator[str]:
-    """Note what a run would write into a container, and lose with it."""
-    written = {"output": plan.job.output}
-    if plan.job.checkpoint.directory is not None:
-        written["checkpoint.directory"] = plan.job.checkpoint.directory
-    for key, path in written.items():
-        if "://" not in path and not _lies_in(path, plan.settings.mounts):
-            yield (
-                f"{key}={path} lies inside of the container and ends with it; mount a volume there (launch.mounts), or "
-                "give a directory of one"
-            )
-
-
-def _lies_in(path: str, directories: Iterable[str]) -> bool:
-    return any(PurePosixPath(path).is_relative_to(directory) for directory in directories)
 
 
 def _kubectl(record: LaunchRecord) -> list[str]:

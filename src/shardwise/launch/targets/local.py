@@ -52,12 +52,13 @@ class LocalTarget(LaunchTarget):
         """Return the job and a script."""
         setup = "\n".join(plan.settings.setup)
         job = shlex.quote(str(directory / JOB_FILE))
+        restarts = f" --parallel.max_restarts {plan.max_restarts}" if plan.max_restarts else ""
         text = f"""#!/usr/bin/env bash
 # {plan.name}: written by `shardwise launch`; `shardwise jobs` knows it once it runs.
-set -euo pipefail
+set -eo pipefail
 {script_exports(plan)}
 {setup}
-exec "${{{INTERPRETER}:-python3}}" -m shardwise train {job} --parallel.workers {plan.ranks_of_node}
+exec "${{{INTERPRETER}:-python3}}" -m shardwise train {job} --parallel.workers {plan.ranks_of_node}{restarts}
 """
         return {SCRIPT: text, JOB_FILE: job_text(plan)}
 

@@ -19,7 +19,7 @@ from shardwise.job.schema import Job
 from shardwise.job.sources import validate
 from shardwise.launch.launch_plan import DerivedValue, LaunchPlan
 from shardwise.launch.record import LaunchRecord
-from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, split_mount
+from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, lies_in, local_paths, split_mount
 from shardwise.observe.log_patterns import METRIC_PATTERNS
 from shardwise.planner.formulas.prediction import Cluster
 from shardwise.sagemaker.client import JobLog, ServiceClient
@@ -29,8 +29,10 @@ from shardwise.sagemaker.shapes import Channel, DataSource, FileSystemDataSource
 
 REQUEST = "request.json"
 FILE_SYSTEM = re.compile(r"fs-[0-9a-f]{8,18}")
-ROOT = "/opt/ml/"
-INPUTS = f"{ROOT}input/data/"
+CHECKPOINTS = "/opt/ml/checkpoints"  # of a single host; each of several has its own
+OUTPUT = "/opt/ml/output/data"
+KEPT = (CHECKPOINTS, OUTPUT, "/opt/ml/model")  # what SageMaker uploads
+INPUTS = "/opt/ml/input/data/"
 MAX_RUN = 86_400  # seconds; the SDK's own default
 ENTRYPOINT = ("shardwise", "train")
 
@@ -71,8 +73,15 @@ class SageMakerTarget(LaunchTarget):
         """Give the job the ranks of a host, and places that SageMaker keeps; check the request."""
         data = plan.job.model_dump(mode="json", exclude_unset=True)
         data["parallel"]["workers"] = plan.ranks_of_node
-        if not plan.job.output.startswith(ROOT):
+        kept = [*KEPT, *(path for path, source in plan.settings.mounts.items() if source.startswith("fsx:"))]
+        lost = {key: path for key, path in local_paths(plan).items() if not lies_in(path, kept)}
+        if "output" in lost:
             data.pop("output", None)
+        given = plan.job.checkpoint.directory
+        if given is not None and ("checkpoint.directory" in lost or (plan.nodes > 1 and lies_in(given, KEPT))):
+            note = f"checkpoint.directory={given} is left out: it would end with the job; see `checkpoints` above"
+            plan = replace(plan, notes=(*plan.notes, note))
+            data["checkpoint"].pop("directory")
         if plan.nodes > 1:
             data["checkpoint"].setdefault("directory", f"{_prefix(plan)}/checkpoints")
         plan = replace(plan, job=validate(data))
@@ -90,9 +99,13 @@ class SageMakerTarget(LaunchTarget):
         if settings.spot:
             yield DerivedValue("MaxWaitTimeInSeconds", str(_wait(plan)), "launch.spot: as long again for capacity")
         yield DerivedValue("stop", "SIGTERM, then 120 s", "SageMaker's own; the state is saved in that time")
-        yield DerivedValue("output", f"{ROOT}output/data", "SageMaker keeps it; any other directory ends with the job")
+        output = plan.job.output if "output" in plan.job.model_fields_set else OUTPUT
+        yield DerivedValue("output", output, "SageMaker keeps it; any other directory ends with the job")
         yield DerivedValue("S3OutputPath", str(settings.output_path), "launch.output_path")
-        yield DerivedValue("checkpoints", f"{_prefix(plan)}/checkpoints", "launch.output_path and the name")
+        own, given = f"{_prefix(plan)}/checkpoints", plan.job.checkpoint.directory
+        is_given = given is not None and given != own and not lies_in(given, [CHECKPOINTS])
+        rule = "checkpoint.directory" if is_given else "launch.output_path and the name"
+        yield DerivedValue("checkpoints", str(given) if is_given else own, rule)
         if plan.max_restarts:
             yield DerivedValue(
                 "MaximumRetryAttempts", str(plan.max_restarts), "parallel.max_restarts; SageMaker's faults"

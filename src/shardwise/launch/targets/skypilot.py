@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.client import require_client, run_client
 from shardwise.launch.launch_plan import DerivedValue, LaunchPlan
 from shardwise.launch.record import LaunchRecord
-from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, manifest_text
+from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, local_paths, manifest_text, setup_lines
 
 TASK = "task.yaml"
 JOB_PATH = "~/shardwise/job.yaml"
@@ -43,7 +44,12 @@ class SkyPilotTarget(LaunchTarget):
                     f"launch.secrets.{variable}={reference}: SkyPilot takes a secret from the variable of its own "
                     f"name; use env:{variable}"
                 )
-        return super().finish(plan)
+        lost = (
+            f"{key}={path} lies on the node's own disk and ends with the managed job, below launch.mounts too, which "
+            "are copies; a URL as checkpoint.directory is kept"
+            for key, path in local_paths(plan).items()
+        )
+        return super().finish(replace(plan, notes=(*plan.notes, *lost)))
 
     def derive(self, plan: LaunchPlan) -> Iterator[DerivedValue]:
         """Yield resources, start and restarts."""
@@ -117,9 +123,8 @@ def task_of(plan: LaunchPlan, directory: Path) -> dict[str, Any]:
     if settings.secrets:
         task["secrets"] = dict.fromkeys(settings.secrets)  # null: the submitting shell gives the value
     task["file_mounts"] = {JOB_PATH: str(directory / JOB_FILE), **settings.mounts}
-    if settings.setup:
-        task["setup"] = "\n".join(settings.setup) + "\n"
-    return task | {"run": f"{_command(plan)}\n"}
+    # No `setup` of a task: that is another shell, whose variables and directory the start would not have.
+    return task | {"run": "".join(f"{line}\n" for line in (*setup_lines(plan), _command(plan)))}
 
 
 def _resources(plan: LaunchPlan) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError, LaunchError
@@ -17,7 +18,7 @@ from shardwise.errors.exit_codes import RESTARTED
 from shardwise.launch.client import require_client, run_client
 from shardwise.launch.launch_plan import DerivedValue, LaunchPlan
 from shardwise.launch.record import LaunchRecord
-from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, script_exports
+from shardwise.launch.targets.target import JOB_FILE, LaunchTarget, job_text, kept_outside, script_exports, setup_lines
 
 SCRIPT = "job.sbatch"
 KILLED = 137  # a rank that the kernel killed, for want of memory say
@@ -48,6 +49,8 @@ class SlurmTarget(LaunchTarget):
                 )
         for key in ("queue", "priority", "account"):
             _check_word(f"launch.{key}", getattr(plan.settings, key) or "")
+        if plan.settings.image is not None:
+            plan = replace(plan, notes=(*plan.notes, *kept_outside(plan)))
         return super().finish(plan)
 
     def derive(self, plan: LaunchPlan) -> Iterator[DerivedValue]:
@@ -122,16 +125,18 @@ def batch_script(plan: LaunchPlan, directory: Path) -> str:
     sbatch_lines = "\n".join(f"#SBATCH --{flag}" for flag in _flags(plan, directory))
     # Hosts agree on how they fail; a step that Slurm killed for one host's code would have another code.
     flags = ["--kill-on-bad-exit=0", *_container_flags(plan, directory)]
-    words = [*flags, "shardwise", "train", str(directory / JOB_FILE)]
+    start = ["shardwise", "train", str(directory / JOB_FILE)]
+    if lines := setup_lines(plan):  # on every node, and inside of its container
+        start = ["bash", "-c", "\n".join([*lines, f"exec {shlex.join(start)}"])]
+    words = [*flags, *start]
     codes = " ".join(str(code) for code in (KILLED, TOO_EARLY, *RESTARTED))
-    setup = "".join(f"{line}\n" for line in plan.settings.setup)
     port = f"export MASTER_PORT={plan.settings.port}\n" if plan.settings.port else ""
     return f"""#!/usr/bin/env bash
 {sbatch_lines}
 set -uo pipefail
 {script_exports(plan)}
 export {RANKS}={plan.ranks_of_node}
-{port}{setup}
+{port}
 step= told=
 stop() {{  # tell the step's ranks, which save their state
   told=yes

@@ -92,11 +92,12 @@ class SshTarget(LaunchTarget):
         restarts = f" --parallel.max_restarts {plan.max_restarts}" if are_counted else ""
         text = f"""#!/usr/bin/env bash
 # {plan.name}: bash {SCRIPT} PLACE, from 0, on each of the hosts.
-set -euo pipefail
+set -eo pipefail
 {script_exports(plan)}
 export PET_NNODES={_nodes(plan)} PET_NPROC_PER_NODE={plan.ranks_of_node} PET_NODE_RANK="$1"
 export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.port}
-{setup}exec shardwise train {JOB_FILE}{restarts}
+shardwise_job=$PWD/{JOB_FILE}
+{setup}exec shardwise train "$shardwise_job"{restarts}
 """
         return {SCRIPT: text, JOB_FILE: job_text(plan)}
 
@@ -109,7 +110,7 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
         require_client("ssh")
         for host in record.details["hosts"]:
             there = _remote(host, ["sh", "-c", f"if [ -e {_directory(record)} ]; then echo there; fi"])
-            if there.strip():
+            if "there" in there.splitlines():  # beside what the host's own start-up files print
                 raise LaunchError(
                     f"{host} has a directory ~/{_directory(record)} already, and nothing is overwritten; give another "
                     "launch.name"
@@ -127,7 +128,7 @@ export PET_MASTER_ADDR={_address(plan.settings.hosts[0])} PET_MASTER_PORT={plan.
                     text = (record.directory / name).read_text(encoding="utf-8")
                     _remote(host, ["sh", "-c", f"cat > {place}/{name}"], text)
             for index, host in enumerate(hosts):
-                run = f"setsid bash {SCRIPT} {index} > {_log(index)} 2>&1 < /dev/null & echo $! > {_process(index)}"
+                run = f"setsid bash {SCRIPT} {index} > {_log(index)} 2>&1 < /dev/null & {_note('$!', index)}"
                 _remote(host, ["sh", "-c", f"cd {place} && ({run})"])
         except LaunchError as error:
             _take_back(reached, place, error)
@@ -216,17 +217,25 @@ def _process(index: int) -> str:
     return f"process-{index}.txt"
 
 
-def _runs(place: str, index: int) -> str:
-    """Return a condition of a shell: the process that was started in `place` is there.
+def _born(process: str) -> str:
+    """Return a shell's words that print when a process began: its number may be another one's later."""
+    return f"sed 's/.*) //' /proc/{process}/stat | cut -d' ' -f20"
 
-    Its number may be another process's by now, which has another working directory.
-    """
-    return f"[ /proc/$(cat {place}/{_process(index)} 2>/dev/null)/cwd -ef {place} ]"
+
+def _note(process: str, index: int) -> str:
+    """Return a shell's words that note a process that was just started."""
+    return f'echo {process} "$({_born(process)})" > {_process(index)}'
+
+
+def _runs(place: str, index: int) -> str:
+    """Return a condition of a shell: the process that was noted in `place` is there; it is `$process` then."""
+    same = f'[ -n "$born" ] && [ "$born" = "$({_born("$process")})" ]'
+    return f"read -r process born < {place}/{_process(index)} && {same}"
 
 
 def _stop(place: str, index: int) -> str:
-    """Return a shell's words that send SIGTERM to the process that was started in `place`, if it is there."""
-    return f"if {_runs(place, index)}; then kill -TERM $(cat {place}/{_process(index)}); fi"
+    """Return a shell's words that send SIGTERM to the process that was noted in `place`, if it is there."""
+    return f"if {_runs(place, index)}; then kill -TERM $process; fi"
 
 
 def _take_back(hosts: list[str], place: str, reason: LaunchError) -> None:

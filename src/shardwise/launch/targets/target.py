@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import yaml
@@ -184,10 +184,36 @@ def split_mount(source: str, kinds: Sequence[str], key: str) -> tuple[str, str]:
     raise ConfigError(f"{key}={source!r}: must begin with {one_of(kinds)} and name what is mounted")
 
 
+def local_paths(plan: LaunchPlan) -> dict[str, str]:
+    """Return the directories, no URLs, that a run writes to, by their keys."""
+    written = {"output": plan.job.output, "checkpoint.directory": plan.job.checkpoint.directory}
+    return {key: path for key, path in written.items() if path is not None and "://" not in path}
+
+
+def lies_in(path: str, directories: Iterable[str]) -> bool:
+    """True where a path is one of the directories or below it."""
+    return any(PurePosixPath(path).is_relative_to(directory) for directory in directories)
+
+
+def kept_outside(plan: LaunchPlan) -> Iterator[str]:
+    """Note what a run would write into a container, and lose with it."""
+    for key, path in local_paths(plan).items():
+        if not lies_in(path, plan.settings.mounts):
+            yield (
+                f"{key}={path} lies inside of the container and ends with it; mount a volume there (launch.mounts), or "
+                "give a directory of one"
+            )
+
+
+def setup_lines(plan: LaunchPlan) -> list[str]:
+    """Return the lines that go before the start: the first that fails ends it. Conda's scripts have unset variables."""
+    return ["set -eo pipefail", *plan.settings.setup] if plan.settings.setup else []
+
+
 def script_exports(plan: LaunchPlan) -> str:
     """Return the lines of a bash script that set the variables of the ranks."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in plan.environment.items()]
     for name, reference in plan.settings.secrets.items():
         path = shlex.quote(reference.removeprefix("file:"))
-        lines.append(f'{name}="$(< {path})"; export {name}  # a reference: its value is read on the node')
+        lines.append(f'{name}="$(< {path})" || exit 1; export {name}  # a reference: its value is read on the node')
     return "\n".join(lines)
