@@ -114,7 +114,8 @@ def taken(batch: Batch, rows: Sequence[int]) -> Batch:
     numbers = torch.tensor(rows, dtype=torch.int64)
     labels = None if batch.labels is None else batch.labels[numbers]
     inputs = {name: value[numbers] for name, value in batch.inputs.items()}
-    return Batch(inputs=inputs, labels=labels, rows=batch.rows[numbers])
+    lengths = {name: [whole[row] for row in rows] for name, whole in batch.lengths.items()}
+    return Batch(inputs=inputs, labels=labels, rows=batch.rows[numbers], lengths=lengths)
 
 
 def _summed(

@@ -13,6 +13,7 @@ from shardwise.data.batch import Batch
 from shardwise.errors import ModelError
 from shardwise.kernels.attention.masks import document_mask
 from shardwise.training.objectives.own_module import OwnModule
+from shardwise.training.row_trial import taken
 
 
 def batch(counted: list[bool] | None = None, labels: bool = True) -> Batch:
@@ -72,6 +73,14 @@ def test_a_loss_function_gets_the_output_and_the_batch() -> None:
     assert (float(total), int(count)) == (5.0, 1)
     assert list(objective.inputs(given)) == ["x"]
     assert list(OwnModule(None, torch.float32).inputs(given)) == ["x", "labels"]
+
+
+def test_joined_tensors_reach_a_module_without_padding() -> None:
+    given = Batch({"x": torch.ones(2, 3, 4), "n": torch.ones(2)}, None, torch.arange(2), lengths={"x": [1, 3]})
+    inputs = OwnModule(None, torch.float64).inputs(given)
+    assert inputs["x"].shape == (4, 4) and inputs["x"].dtype == torch.float64 and inputs["n"].shape == (2,)
+    one = OwnModule(None, torch.float64).inputs(taken(given, [1]))
+    assert one["x"].shape == (3, 4) and one["n"].shape == (1,)
 
 
 def test_a_modules_floats_come_in_the_compute_dtype() -> None:

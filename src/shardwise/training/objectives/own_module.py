@@ -33,7 +33,7 @@ class OwnModule(Objective):
 
     def inputs(self, microbatch: Batch) -> dict[str, Any]:
         """Return the batch's inputs, with its labels if the module computes the loss; floats are cast."""
-        inputs = dict(microbatch.inputs)
+        inputs = microbatch.arguments()
         if self.function is None and microbatch.labels is not None:
             inputs["labels"] = microbatch.labels
         return {name: value.to(self.compute) if self._is_cast(name, value) else value for name, value in inputs.items()}
