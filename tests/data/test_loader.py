@@ -13,6 +13,7 @@ from shardwise.data.loader import EVALUATION, Stream
 from shardwise.data.order import order
 from shardwise.data.state import ConsumedSamples
 from shardwise.job.tasks import IGNORED
+from shardwise.testing.reference import rows_of
 
 
 class Numbers:
@@ -72,6 +73,28 @@ def test_row_assignment_and_padding() -> None:
 def test_samples_without_labels_count_rows() -> None:
     counts = [int(stream.batches(0)[0].count()) for stream in streams(Numbers(20, labelled=False), 3, 2, 1, 2)]
     assert counts == [2, 1]
+
+
+class Marked(Numbers):
+    """Labels of a dtype that has no IGNORED, one of which is what that would wrap to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(20)
+        self.dtype = dtype
+
+    def batch(self, indices: Sequence[int], counters: Sequence[int], seed: int) -> Batch:
+        batch = super().batch(indices, counters, seed)
+        labels = torch.tensor([0, 1, 156]).to(self.dtype).repeat(len(indices), 1)
+        return Batch(batch.inputs, labels, batch.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_labels_that_cannot_be_ignored_count_in_counted_rows(dtype: torch.dtype) -> None:
+    batches = [stream.batches(0)[0] for stream in streams(Marked(dtype), 3, 2, 1, 2)]
+    assert [int(batch.count()) for batch in batches] == [6, 3]
+    assert all(batch.labels is not None and batch.labels[:, 0].eq(0).all() for batch in batches)
+    rows = [rows_of(batch) for batch in batches]
+    assert [part.count() for part in rows] == [6, 3]
 
 
 def test_the_state_is_samples_consumed() -> None:

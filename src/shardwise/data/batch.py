@@ -22,6 +22,11 @@ def one_ahead(labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
 
 
+def can_be_ignored(labels: Tensor) -> bool:
+    """Tell whether labels can be IGNORED: neither floats nor flags and unsigned numbers, which have no -100."""
+    return labels.dtype.is_signed and not labels.is_floating_point()
+
+
 @dataclass
 class Batch:
     """B samples. Every tensor has the batch as dim 0.
@@ -29,7 +34,7 @@ class Batch:
     inputs: keyword arguments of the model; `input_ids` [B, S] int64 for a language model, `position_ids` [B, S] where
     documents are isolated.
     labels: [B, S] int64, aligned with the output position (causal: label t is token t + 1); -100 is not counted.
-    Floats (a user's regression) are counted by rows.
+    Floats (a user's regression) are counted by rows; of bools and unsigned numbers all labels of counted rows are.
     whole_labels: [B, S], where `labels` are a part of them.
     rows: [B] int64, the global sample counter of each row: a pure function of step and row, the same on every layout.
     document_ids: [B, S] int64, number of the document within its row, from 0; only where documents are isolated.
@@ -157,6 +162,8 @@ class Batch:
             return self.weights.sum(dtype=widest_float(self.weights.device))
         if self.labels is None or self.labels.is_floating_point():
             return self.counted.sum()
+        if not can_be_ignored(self.labels):
+            return self.counted.sum() * self.labels[:1].numel()
         return (self.labels != IGNORED).sum()
 
     def with_sample_weights(self) -> Batch:

@@ -141,7 +141,7 @@ class Stream:
         source = self.split if split is None else split
         batch = source.batch([index for index, _ in located], [counter for _, counter in located], self.seed)
         batch.counted = torch.tensor([row < real for row in rows])
-        if batch.labels is not None and rows.stop > real:
+        if batch.labels is not None and batch.labels.dtype.is_signed and rows.stop > real:
             batch.labels[~batch.counted] = IGNORED
         batch.digest = batch_digest(batch)
         return batch if torch.device(self.device).type == "cpu" else batch.to(self.device)

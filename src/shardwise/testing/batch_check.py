@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import Batch
+from shardwise.data.batch import Batch, can_be_ignored
 from shardwise.plan.plan import Plan
 from shardwise.testing.capture import Captured
 from shardwise.testing.oracle_data import EVALUATION, NOT_COUNTED, Rows, Source, shortened
@@ -113,7 +113,7 @@ def _wrong_rows(
 
 def _counted_padding(batch: Batch, real: int) -> Misread | None:
     labels = batch.labels
-    has_labels = labels is not None and not labels.is_floating_point() and bool((labels[real:] != NOT_COUNTED).any())
+    has_labels = labels is not None and can_be_ignored(labels) and bool((labels[real:] != NOT_COUNTED).any())
     if not has_labels and not bool(batch.counted[real:].any()):
         return None
     return Misread("counted_padding", "rows that only pad the last microbatch count in the loss")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise._torch_compat.autograd import backward_under_modes
-from shardwise.data.batch import Batch
+from shardwise.data.batch import Batch, can_be_ignored
 from shardwise.job.objects import load_object
 from shardwise.job.optimizer_section import OptimizerSection
 from shardwise.job.optimizers import optimizer_class
@@ -274,7 +274,7 @@ class Oracle:
         missing, whole = (self.rows_together or 0) - len(counters), self.rows_of(step)
         padding = [whole[number % len(whole)] for number in range(missing)]
         rows = self.read(step, [*counters, *padding])
-        if not padding or rows.labels is None or rows.labels.is_floating_point():
+        if not padding or rows.labels is None or not can_be_ignored(rows.labels):
             return self.read(step, counters)
         rows.labels[len(self.numbers(step, counters)) :] = NOT_COUNTED
         return rows

@@ -47,6 +47,8 @@ class Rows:
         """Labels that count, or rows where there are no labels or they are floats."""
         if self.labels is None or self.labels.is_floating_point():
             return len(self.counters)
+        if not self.labels.dtype.is_signed:  # flags and bytes, which cannot be NOT_COUNTED
+            return self.labels.numel()
         return int((self.labels != NOT_COUNTED).sum())
 
     def tokens(self) -> Tensor | None:

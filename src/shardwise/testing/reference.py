@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.data.batch import Batch
+from shardwise.data.batch import Batch, can_be_ignored
 from shardwise.errors import ModelError
 from shardwise.kernels.precision import torch_dtype
 from shardwise.plan.plan import Plan
@@ -469,7 +469,7 @@ def oracle_dtypes(plan: Plan) -> dict[str, torch.dtype]:
 
 def rows_of(batch: Batch, with_padding: bool = False) -> Rows:
     """Return the rows of a microbatch as the oracle reads them, without padding unless its labels leave it out."""
-    has_classes = batch.labels is not None and not batch.labels.is_floating_point()
+    has_classes = batch.labels is not None and can_be_ignored(batch.labels)
     real = torch.ones_like(batch.counted) if with_padding and has_classes else batch.counted
     inputs = batch.arguments(real.nonzero().flatten().tolist())
     labels = None if batch.labels is None else batch.labels[real]
