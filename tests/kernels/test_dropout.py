@@ -115,6 +115,35 @@ def test_edges() -> None:
     assert torch.equal(module(torch.ones(2, 3)), torch.ones(2, 3))
 
 
+class InPlace(nn.Module):
+    """It takes nothing of what its dropout returns."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.functional, self.drop = functional, nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = x * 3
+        if self.functional:
+            nn.functional.dropout(result, 0.5, self.training, inplace=True)
+        else:
+            self.drop(result)
+        return result
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_dropout_in_place_changes_what_it_is_given(functional: bool) -> None:
+    net, oracle = InPlace(functional), InPlace(functional)
+    replace_dropout(net)
+    x = torch.ones(2, 50, requires_grad=True)
+    with dropout_scope(scope([4, 5], functional=True)):
+        result = net(x)
+    result.sum().backward()
+    assert set(result.unique().tolist()) == {0.0, 6.0} and torch.equal(x.grad, result)
+    with OracleDropout(oracle, [], 0).begin(0, [4, 5]):
+        assert torch.equal(oracle(torch.ones(2, 50)), result)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -201,19 +201,21 @@ def _row_keys(key: int, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.compiler.disable
-def dropout(values: Tensor, probability: float, name: str, columns: tuple[int, int] | None = None) -> Tensor:
+def dropout(
+    values: Tensor, probability: float, name: str, columns: tuple[int, int] | None = None, inplace: bool = False
+) -> Tensor:
     """Zero elements of `values` with `probability` and scale the rest by 1/(1-probability).
 
     `values` is [B, ...], or [B*k, ...] with the batch outermost, for the scope's B rows; a leading dim that B does not
     divide (a table shared by all rows) gets one mask for the whole step. Values of four dims are attention
     probabilities [B, heads, S, S] of this rank's part of the heads. `columns` (first, all) says that the last dim holds
-    a part of the features.
+    a part of the features. With `inplace` they are changed themselves: a caller may not take what is returned.
 
     Raises:
         RuntimeError: called in training without a `dropout_scope`.
     """
     if probability >= 1:
-        return torch.zeros_like(values) * values
+        return values.mul_(0) if inplace else torch.zeros_like(values) * values
     if _active is None:
         raise RuntimeError(f"dropout {name!r} ran in training mode outside of a training step")
     rows = _active.rows
@@ -221,6 +223,8 @@ def dropout(values: Tensor, probability: float, name: str, columns: tuple[int, i
         rows = rows.new_full((1,), -1)
     elements = _elements(values, len(rows), _active) if columns is None else _of_columns(values, len(rows), columns)
     mask = keep_mask(_active.key(name), rows, elements, 1 - probability)
+    if inplace:
+        return values.mul_(mask.view(values.shape)).mul_(1 / (1 - probability))
     return values * mask.view(values.shape) * (1 / (1 - probability))
 
 
@@ -280,15 +284,17 @@ class IndexedDropout(nn.Module):
     every position that it reads.
     """
 
-    def __init__(self, probability: float, name: str, columns: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, probability: float, name: str, columns: tuple[int, int] | None = None, inplace: bool = False
+    ) -> None:
         super().__init__()
-        self.p, self.name, self.columns = probability, name, columns
+        self.p, self.name, self.columns, self.inplace = probability, name, columns, inplace
 
     def forward(self, values: Tensor) -> Tensor:
         """[B, ...] -> [B, ...]; the identity in evaluation or when p is 0."""
         if not self.training or self.p == 0 or values.numel() == 0:
             return values
-        return dropout(values, self.p, self.name, self.columns)
+        return dropout(values, self.p, self.name, self.columns, self.inplace)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -308,14 +314,16 @@ class FunctionalDropout(TorchFunctionMode):
             return function(*args, **kwargs)
         if function is Tensor.uniform_:
             return _uniform(f"{_active.block}/uniform", *args, **kwargs)
-        values, p, training = _dropout_arguments(*args, **kwargs)
-        return dropout(values, p, f"{_active.block}/functional") if training and p > 0 else values
+        values, p, training, inplace = _dropout_arguments(*args, **kwargs)
+        if not training or p == 0:
+            return values
+        return dropout(values, p, f"{_active.block}/functional", inplace=inplace)
 
 
 def _dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool]:
-    return input, p, training
+) -> tuple[Tensor, float, bool, bool]:
+    return input, p, training, inplace
 
 
 def _uniform(
@@ -331,7 +339,7 @@ def replace_dropout(model: nn.Module) -> None:
         for child_name, child in list(module.named_children()):
             if type(child) is nn.Dropout:
                 columns = getattr(child, "columns", None)  # left there by tensor parallelism
-                indexed = IndexedDropout(child.p, f"{name}.{child_name}".lstrip("."), columns)
+                indexed = IndexedDropout(child.p, f"{name}.{child_name}".lstrip("."), columns, child.inplace)
                 setattr(module, child_name, indexed.train(child.training))
 
 

@@ -50,9 +50,10 @@ from shardwise.model.process_numbers import process_numbers_kept
 from shardwise.model.user_state import changed_number, numbers_kept, user_state_kept
 
 Value = tuple[int, int]  # (piece, number of its output); piece -1: a tensor of the batch
-DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use), in the place of torch's
+DropoutFunction = Callable[..., Tensor]  # (values, probability, name, use, inplace), in the place of torch's
 _WITH_STATISTICS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
-DROPOUTS = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
+DROPOUT_IN_PLACE = torch.ops.aten.dropout_.default
+DROPOUTS = (torch.ops.aten.dropout.default, DROPOUT_IN_PLACE)
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -318,8 +319,9 @@ def _number_dropouts(
         block = next((name for name in stack if name in blocks), "")
         name = inner if issubclass(classes.get(inner, nn.Module), nn.Dropout) else f"{block}/functional"
         uses[name] += bool(training and probability)  # what drops nothing is not counted where modules run
+        inplace = node.target is DROPOUT_IN_PLACE
         node.target = dropout
-        node.args = (values, probability if training else 0.0, name, uses[name])
+        node.args = (values, probability if training else 0.0, name, uses[name], inplace)
 
 
 def _line_of(program: ExportedProgram, name: str) -> str:

@@ -82,7 +82,7 @@ class OracleDropout(TorchFunctionMode):
         self.running.pop()
 
     def _module(self, module: nn.Dropout, name: str) -> Callable[[Tensor], Tensor]:
-        return lambda values: self._drop(values, module.p, name) if module.training else values
+        return lambda values: self._drop(values, module.p, name, module.inplace) if module.training else values
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,11 +95,15 @@ class OracleDropout(TorchFunctionMode):
         return self._functional(*args, **kwargs)
 
     def _functional(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self._drop(input, p, f"{self.running[-1]}/functional") if training else input
+        return self._drop(input, p, f"{self.running[-1]}/functional", inplace) if training else input
 
-    def _drop(self, values: Tensor, probability: float, name: str) -> Tensor:
+    def _drop(self, values: Tensor, probability: float, name: str, inplace: bool = False) -> Tensor:
         if probability == 0 or values.numel() == 0:
             return values
+        result = self._dropped(values, probability, name)
+        return values.copy_(result) if inplace else result
+
+    def _dropped(self, values: Tensor, probability: float, name: str) -> Tensor:
         if probability >= 1:
             return values * 0
         key, counters, shape = self._use(values, name)

@@ -154,11 +154,11 @@ def _unpack(flat: Tensor, traced: ForwardTrace, crossing: list[Value]) -> dict[V
     return dict(zip(crossing, split_flat(flat, shapes), strict=True))
 
 
-def numbered_dropout(values: Tensor, probability: float, name: str, use: int) -> Tensor:
+def numbered_dropout(values: Tensor, probability: float, name: str, use: int, inplace: bool) -> Tensor:
     """Apply dropout number `use` of `name` in a forward: other stages may have made those before."""
     scope = active_scope()
     if probability == 0 or values.numel() == 0:
         return values
     if scope is not None:
         scope.calls[name] = use - 1
-    return dropout(values, probability, name)
+    return dropout(values, probability, name, inplace=inplace)
