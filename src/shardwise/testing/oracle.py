@@ -445,6 +445,8 @@ class Oracle:
             total: Tensor = load_object(self.job.model.loss)(self.model(**self._cast(rows.inputs)), batch)[0]
             return total
         labels = {} if rows.labels is None else {"labels": rows.labels}
+        if rows.labels is not None and not rows.count():  # a mean over none is no number, and counts for none
+            labels = {"labels": torch.zeros_like(rows.labels)}
         output = self.model(**self._cast({**rows.inputs, **labels}))
         if isinstance(output, (tuple, list)):
             output = output[0]

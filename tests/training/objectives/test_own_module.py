@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.data.batch import Batch
@@ -50,6 +51,17 @@ def test_a_modules_own_mean_becomes_a_sum(wrap: Any) -> None:
     assert (float(total), int(count)) == (8.0, 4)
     total, count = OwnModule(None, torch.float32).loss(batch(labels=False), wrap(torch.tensor(2.0)))
     assert (float(total), int(count)) == (4.0, 2)
+
+
+def test_a_mean_over_no_label_is_zero_and_not_no_number() -> None:
+    given = batch()
+    given.labels = torch.full_like(given.labels, -100)  # type: ignore[arg-type]
+    objective = OwnModule(None, torch.float32)
+    logits = torch.randn(6, 5, requires_grad=True)
+    total, count = objective.loss(given, F.cross_entropy(logits, objective.inputs(given)["labels"].flatten()))
+    total.backward()
+    assert (float(total.detach()), int(count)) == (0.0, 0) and torch.equal(logits.grad, torch.zeros(6, 5))
+    assert objective.inputs(batch())["labels"].equal(batch().labels)
 
 
 @pytest.mark.parametrize("output", [torch.ones(2), {"logits": torch.ones(2)}, ("a",), None])

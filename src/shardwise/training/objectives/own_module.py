@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import Batch
+from shardwise.data.batch import Batch, can_be_ignored
 from shardwise.errors import ModelError
+from shardwise.job.tasks import IGNORED
 from shardwise.parallel.objective import Objective
 from shardwise.training.objectives.own_loss import LossFunction, call_loss
 
@@ -35,7 +36,7 @@ class OwnModule(Objective):
         """Return the batch's inputs, with its labels if the module computes the loss; floats are cast."""
         inputs = microbatch.arguments()
         if self.function is None and microbatch.labels is not None:
-            inputs["labels"] = microbatch.labels
+            inputs["labels"] = _some_counted(microbatch.labels)
         return {name: value.to(self.compute) if self._is_cast(name, value) else value for name, value in inputs.items()}
 
     def _is_cast(self, name: str, value: Tensor) -> bool:
@@ -47,6 +48,16 @@ class OwnModule(Objective):
             return call_loss(self.function, output, microbatch, "model.loss")
         count = microbatch.count()
         return own_loss(output) * count, count
+
+
+def _some_counted(labels: Tensor) -> Tensor:
+    """Return the labels, or others where none of them counts: a mean over none would be no number.
+
+    The count of 0 takes it out of the step.
+    """
+    if not can_be_ignored(labels):
+        return labels
+    return torch.where((labels == IGNORED).all(), labels.clamp(min=0), labels)
 
 
 def own_loss(output: Any) -> Tensor:
