@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.observe.charts import MAX_POINTS, make_charts
 from shardwise.observe.metrics import MetricsWriter
-from shardwise.observe.report import write_report
+from shardwise.observe.report import scaled, write_report
 from tests.observe.plans import FACTS, make_plan, step_record
 
 HOSTILE = "</script><script>alert(1)</script> & <b>bold</b>"
@@ -215,3 +215,11 @@ def test_pairs_and_sets_have_lines_of_their_own() -> None:
     assert accuracy == {"training": ((1, 2), (0.75, 0.75)), "validation": ((2,), (0.5,))}
     assert {trace.name: trace.y for trace in charts["loss"].data}["code"] == (1.5,)
     assert {"rewards", "accuracy"}.isdisjoint(chart.name for chart in make_charts([step_record(1)], None))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(9_994, "9,994"), (124_439_808, "124M"), (999_700_000, "1B"), (999_600, "1M"), (999.9e9, "1T"), (12_345, "12.3k")],
+)
+def test_numbers_are_short_without_exponents(number: float, text: str) -> None:
+    assert scaled(number) == text

@@ -269,8 +269,9 @@ def _footer(run: Mapping[str, Any]) -> str:
 
 def scaled(value: float) -> str:
     """`10.2M` and so on; small numbers as they are."""
+    rounded = float(f"{value:.3g}")  # 999.9 million are 1B, and no 1e+03M
     for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
+        if rounded >= size:
             return f"{value / (1e3 if name == 'k' else size):.3g}{name}"
     return f"{value:,.0f}"
 

@@ -391,6 +391,12 @@ def test_sagemaker_gets_an_output_that_it_keeps(output: str, kept: bool) -> None
     assert {key: value for key, value, _ in plan.derived}["output"] == (output if kept else "/opt/ml/output/data")
 
 
+def test_sagemaker_s_retries_are_shown_as_it_takes_them() -> None:
+    job = {**JOB, "parallel": {"max_restarts": 50}, "launch": SETTINGS["sagemaker"]}
+    plan = plan_for_target(load_job(job, environ={}), "sagemaker")
+    assert {key: value for key, value, _ in plan.derived}["MaximumRetryAttempts"] == "30"
+
+
 def test_this_machine_restarts_as_often_as_the_job_says() -> None:
     script = find_target("local").files(plan_of("local"), PLACE)["run.sh"]
     assert script.endswith(" --parallel.workers 2 --parallel.max_restarts 3\n")

@@ -34,6 +34,7 @@ OUTPUT = "/opt/ml/output/data"
 KEPT = (CHECKPOINTS, OUTPUT, "/opt/ml/model")  # what SageMaker uploads
 INPUTS = "/opt/ml/input/data/"
 MAX_RUN = 86_400  # seconds; the SDK's own default
+MOST_RETRIES = 30  # that the service takes
 ENTRYPOINT = ("shardwise", "train")
 
 
@@ -107,9 +108,9 @@ class SageMakerTarget(LaunchTarget):
         rule = "checkpoint.directory" if is_given else "launch.output_path and the name"
         yield DerivedValue("checkpoints", str(given) if is_given else own, rule)
         if plan.max_restarts:
-            yield DerivedValue(
-                "MaximumRetryAttempts", str(plan.max_restarts), "parallel.max_restarts; SageMaker's faults"
-            )
+            limit = "" if plan.max_restarts <= MOST_RETRIES else f", of {plan.max_restarts} the most that it takes"
+            rule = f"parallel.max_restarts{limit}; SageMaker's faults"
+            yield DerivedValue("MaximumRetryAttempts", str(min(plan.max_restarts, MOST_RETRIES)), rule)
 
     def request(self, plan: LaunchPlan) -> dict[str, Any]:
         """Return the body of CreateTrainingJob.
@@ -122,7 +123,7 @@ class SageMakerTarget(LaunchTarget):
         if settings.subnets:
             more["VpcConfig"] = {"SecurityGroupIds": settings.security_groups, "Subnets": settings.subnets}
         if plan.max_restarts:
-            more["RetryStrategy"] = {"MaximumRetryAttempts": min(plan.max_restarts, 30)}
+            more["RetryStrategy"] = {"MaximumRetryAttempts": min(plan.max_restarts, MOST_RETRIES)}
         return training_request(
             TrainingJob(
                 name=plan.name,
