@@ -21,6 +21,7 @@ from shardwise.model.discover import discover
 from shardwise.testing.toy_configs import toy_config
 from shardwise.testing.world import WorldPool
 from shardwise.training.session import Session
+from shardwise.training.setup import study
 from tests.parity.jobs import check_agrees, make_job, make_module_job
 from tests.parity.test_classification import Labelled, class_job
 
@@ -67,6 +68,12 @@ def test_labels_stand_at_their_own_token_as_in_transformers(world_pool: WorldPoo
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     with torch.no_grad():
         assert loss == pytest.approx(float(model(**batch).loss), rel=1e-6)  # which takes logits in fp32
+
+
+def test_labels_of_samples_leave_the_head_in_the_loss(tmp_path: Path) -> None:
+    """A forward with labels would take a loss of its own of the logits, which then had to be whole."""
+    facts = study(text_job(tmp_path))
+    assert facts.head == "lm_head" and facts.vocabulary_parameters == ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def test_the_oracle_reads_them_so_too(world_pool: WorldPool, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ from shardwise.model.probe import (
     ROWS,
     ForwardProbe,
     arguments_to_cast,
+    as_trained,
     probe_forward,
     token_inputs,
     unfit_dtypes,
@@ -108,7 +109,7 @@ def discover(model: nn.Module, job: Job, example: Mapping[str, Tensor] | None = 
     `example` holds keyword arguments for the forward of a user's module; without it a module that does not take
     `input_ids` cannot be probed, and the facts then assume the worst and say so in `probe_failure`.
     """
-    hooks = find_gradient_hooks(model)
+    hooks, example = find_gradient_hooks(model), as_trained(model, example)
     with user_state_kept(model, chain.from_iterable(hooks.values())):
         facts = _discover(model, job, example, hooks)
     facts = with_adapters(with_frozen(facts, job.model.freeze), adapter_settings(job.adapter))

@@ -215,6 +215,19 @@ def token_inputs(model: nn.Module, positions: int) -> dict[str, Tensor]:
     return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
 
 
+def as_trained(model: nn.Module, example: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+    """Return the keyword arguments of a forward in training: of transformers' models the loss is taken outside.
+
+    Their labels are then read by a decoder alone. With labels they would compute a loss, which reads logits.
+    """
+    if example is None or "labels" not in example or not isinstance(model, PreTrainedModel):
+        return example
+    inputs = {name: value for name, value in example.items() if name != "labels"}
+    if model.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = example["labels"].clamp(min=0)
+    return inputs
+
+
 def try_devices(run: Callable[[str, torch.dtype], Result]) -> tuple[Result | None, str]:
     """Return what `run` gives on the first of ATTEMPTS that works, or None and why the first of them did not."""
     failure = ""

@@ -21,7 +21,7 @@ from shardwise.job.axes import Axis
 from shardwise.job.capability import SUPPORTED, refused
 from shardwise.model.facts import BlockFacts, ModelFacts, StageFacts
 from shardwise.model.forward_failures import UntraceableError, failure_reason
-from shardwise.model.probe import parameters_without_gradient, token_inputs, units_in_order
+from shardwise.model.probe import as_trained, parameters_without_gradient, token_inputs, units_in_order
 from shardwise.model.trace import ForwardTrace, trace
 
 TRACED = refused("stages of this model are cut from its traced forward, in which there are no modules any more")
@@ -41,7 +41,8 @@ def cut_by_trace(
     untraceable = facts.blocks_without_gradient or facts.takes_outer_gradient or facts.changes_numbers
     if untraced.ok or facts.stages.traced or untraceable:
         return facts  # a trace would keep no gradient, could not be cut, or would keep the numbers of one forward
-    inputs = {name: _as_tried(value) for name, value in (example or token_inputs(model, sequence_length)).items()}
+    given = as_trained(model, example) or token_inputs(model, sequence_length)
+    inputs = {name: _as_tried(value) for name, value in given.items()}
     if not facts.blocks:
         facts = _with_units(model, facts, inputs)
     order = facts.stages.order
