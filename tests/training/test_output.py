@@ -115,3 +115,19 @@ def test_a_stream_goes_on_with_samples_of_the_same_length() -> None:
     manifest = Manifest.model_construct(data=mixture, job=job)
     check_sample_length(manifest, 64, {"sources": {"c": stream, "b": {"sequences": 9}}}, "step")  # a new stream
     check_sample_length(Manifest.model_construct(data=stream, job={}), 64, stream, "step")  # it does not say
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_launchers_of_hosts_do_not_make_a_directory_somebodys(tmp_path: Path, is_claimed: bool) -> None:
+    """One comes before the first host has claimed the directory, or was killed before its run began."""
+    for name in (".launcher-host1.json", output.LOCK_FILE, "run.json.new"):
+        (tmp_path / name).touch()
+    if is_claimed:  # by a job that came to nothing
+        output.write_run(tmp_path, {"job_fingerprint": "another"})
+    job = Job.model_validate({"output": str(tmp_path)})
+    output.claim_output(job).release()
+    assert json.loads((tmp_path / "run.json").read_text())["job_fingerprint"] == output.job_fingerprint(job)
+    (tmp_path / "mine.txt").touch()
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(OutputError, match="holds files that are not a run of shardwise"):
+        check_output(job)

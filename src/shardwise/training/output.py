@@ -23,6 +23,7 @@ from shardwise.checkpoint.manifest import FILE
 from shardwise.checkpoint.stores import checkpoint_store, split
 from shardwise.errors import CheckpointError, IncompleteError, OutputError
 from shardwise.job.schema import Job
+from shardwise.launch.watch.live import PREFIX as LAUNCHER_PREFIX
 from shardwise.launch.watch.watcher import STACKS_FILE
 from shardwise.observe.output_disk import writing
 from shardwise.words import listed
@@ -90,7 +91,7 @@ def check_output(job: Job) -> None:
     if (path / LOCK_FILE).exists():
         _locked(job).release()
     owner = _owner(path)
-    if owner is None and any(entry.name != LOCK_FILE for entry in path.iterdir()):
+    if owner is None and _kept_files(path):
         raise OutputError(
             f"output={job.output!r} holds files that are not a run of shardwise; use --output NEW_DIRECTORY"
         )
@@ -235,7 +236,16 @@ def write_run(path: Path, content: dict[str, Any]) -> None:
 
 def _unused(path: Path) -> bool:
     """Return whether a run has claimed the directory and come to nothing: a mistake must not bind its correction."""
-    return {entry.name for entry in path.iterdir()} <= {RUN_FILE, LOCK_FILE}
+    return _kept_files(path) <= {RUN_FILE}
+
+
+def _kept_files(path: Path) -> set[str]:
+    """Return the names in a directory without those that say nothing of a run: locks, and launchers of its hosts.
+
+    Another host's launcher may be there before the first has claimed the directory; one that was killed leaves its own.
+    """
+    names = {entry.name for entry in path.iterdir()} - {LOCK_FILE, f"{RUN_FILE}.new"}
+    return {name for name in names if not name.startswith(LAUNCHER_PREFIX)}
 
 
 def _owner(path: Path) -> str | None:
