@@ -90,6 +90,11 @@ def test_a_failure_on_one_host_ends_all_with_its_words(tmp_path: Path) -> None:
     assert [code for code, _ in ended] == [FAULT, FAULT]
     assert "RuntimeError: of rank 3" in ended[1][1]
     assert "host 1 failed: " in ended[0][1] and "RuntimeError: of rank 3" in ended[0][1]
+    aborting = FAILING.replace("raise RuntimeError('of rank 3')", "os.write(2, b'last'); os.abort()")
+    (tmp_path / "script.py").write_text(aborting)
+    ended = run_hosts(tmp_path, 2, 2, "run", "--device", "cpu", str(tmp_path / "script.py"))
+    for _, output in ended:
+        assert "last lines that rank 3 wrote to stderr:" in output and "rank 3 of 4 was killed by SIGABRT" in output
 
 
 @pytest.mark.slow

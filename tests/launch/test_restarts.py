@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.errors import DataError, LegalityError, ShardwiseError, WorkerError
 from shardwise.launch import failure
-from shardwise.launch.diagnosis import diagnose_failure, reports_of
+from shardwise.launch.diagnosis import diagnose_failure, logs_of, reports_of
 from shardwise.launch.interrupt import Interrupt
 from shardwise.launch.local import run_local
 from tests.fork_server import call
@@ -123,6 +123,16 @@ def test_reports_of_another_attempt_do_not_count(tmp_path: Path, monkeypatch: py
     assert (type(first.error), first.repeats) == (DataError, True) and first.summary == "rank 0: data.path=x is empty"
     assert (type(second.error), second.repeats) == (WorkerError, False) and second.summary == "rank 1: ValueError: boom"
     assert third.summary == "rank 1 of 2 ended with exit code 1 and no error of its own"
+
+
+def test_the_last_words_are_those_of_the_rank_on_a_further_host_too(tmp_path: Path) -> None:
+    """Torch names the directories of a host's ranks 0, 1, ..."""
+    for local in range(2):
+        place = logs_of(tmp_path) / "run" / "attempt_0" / str(local)
+        place.mkdir(parents=True)
+        (place / "stderr.log").write_text(f"of local rank {local}")
+    words = str(diagnose_failure(tmp_path, 0, 4, {3: -signal.SIGSEGV}, first_rank=2).error)
+    assert words.startswith("last lines that rank 3 wrote to stderr:\n  of local rank 1\nrank 3 of 4 was killed")
 
 
 def test_an_error_says_how_many_restarts_were_made(tmp_path: Path) -> None:

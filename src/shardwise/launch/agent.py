@@ -88,7 +88,8 @@ class Agent(LocalElasticAgent):
                 if -number in ended.values():  # no handler: the worker was not, or no longer, at its steps
                     raise SignalException(f"a worker died of {number.name}", number)
         spec = self._worker_group.spec
-        diagnosis = diagnose_failure(self._directory, self._restarts, self._worker_group.workers[0].world_size, ended)
+        first = self._worker_group.workers[0]
+        diagnosis = diagnose_failure(self._directory, self._restarts, first.world_size, ended, first.global_rank)
         if asked_to_stop or diagnosis.repeats or self._restarts == spec.max_restarts:
             error = diagnosis.after(self._restarts)
             if isinstance(self._hosts, HostRendezvous):

@@ -47,19 +47,25 @@ def logs_of(directory: Path) -> Path:
     return directory / "output"
 
 
-def diagnose_failure(directory: Path, attempt: int, workers: int, ended: dict[int, int]) -> FailureDiagnosis:
-    """The cause of a failure in which the ranks `ended` (with their exit codes, minus the signal) ended early."""
+def diagnose_failure(
+    directory: Path, attempt: int, workers: int, ended: dict[int, int], first_rank: int = 0
+) -> FailureDiagnosis:
+    """The cause of a failure in which the ranks `ended` (with their exit codes, minus the signal) ended early.
+
+    `first_rank` is the first of this host's ranks.
+    """
     if UNGUARDED_EXIT in ended.values():
         return FailureDiagnosis(ConfigError(UNGUARDED), UNGUARDED, repeats=True)
     reports = failure.collect(reports_of(directory, attempt))
     silent = sorted(ended.keys() - {report.rank for report in reports})
     if reports and (not reports[0].dead_before or not silent):
         cause = reports[0]
-        error = cause.to_error(_last_output(directory, attempt, cause.rank))
+        error = cause.to_error(_last_output(directory, attempt, cause.rank, first_rank))
         return FailureDiagnosis(error, _summary(cause), cause.is_users and error.exit_code == MISTAKE)
     rank = silent[0] if silent else min(ended)
     summary = f"rank {rank} of {workers} {_end_of(ended[rank])}"
-    return FailureDiagnosis(WorkerError(_last_output(directory, attempt, rank) + summary), summary, repeats=False)
+    output = _last_output(directory, attempt, rank, first_rank)
+    return FailureDiagnosis(WorkerError(output + summary), summary, repeats=False)
 
 
 def _summary(cause: failure.Failure) -> str:
@@ -82,10 +88,10 @@ def _end_of(exit_code: int) -> str:
     return how
 
 
-def _last_output(directory: Path, attempt: int, rank: int) -> str:
-    """Return what the rank wrote to stderr, if that did not go to the terminal."""
+def _last_output(directory: Path, attempt: int, rank: int, first_rank: int) -> str:
+    """Return what the rank wrote to stderr, if that did not go to the terminal. Torch counts from 0 on each host."""
     lines: list[str] = []
-    for path in logs_of(directory).glob(f"*/attempt_{attempt}/{rank}/stderr.log"):
+    for path in logs_of(directory).glob(f"*/attempt_{attempt}/{rank - first_rank}/stderr.log"):
         lines += path.read_text(errors="replace").splitlines()
     if not lines:
         return ""
