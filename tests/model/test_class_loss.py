@@ -58,6 +58,6 @@ def test_labels_stand_where_the_loss_has_them(task: str, model_type: str) -> Non
     losses = {name: float(F.cross_entropy(logits, form.flatten())) for name, form in forms.items()}
     own = float(output.loss)
     if kind == OTHER:
-        assert all(abs(own - loss) > 1e-3 for loss in losses.values())
+        assert all(abs(own - loss) > 1e-4 * own for loss in losses.values())  # what equal ones may be apart
     else:
         assert own == pytest.approx(losses[kind], rel=1e-4)
