@@ -215,6 +215,14 @@ def token_inputs(model: nn.Module, positions: int) -> dict[str, Tensor]:
     return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if two_sided else {})
 
 
+def decodes_labels(model: nn.Module) -> bool:
+    """Tell whether a model's decoder reads labels, one later; those of heads of classes are no tokens."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    config: Any = model.config
+    return bool(config.is_encoder_decoder) and bool(model.can_generate())
+
+
 def as_trained(model: nn.Module, example: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
     """Return the keyword arguments of a forward in training: of transformers' models the loss is taken outside.
 
@@ -223,7 +231,7 @@ def as_trained(model: nn.Module, example: Mapping[str, Tensor] | None) -> Mappin
     if example is None or "labels" not in example or not isinstance(model, PreTrainedModel):
         return example
     inputs = {name: value for name, value in example.items() if name != "labels"}
-    if model.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+    if decodes_labels(model) and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = example["labels"].clamp(min=0)
     return inputs
 

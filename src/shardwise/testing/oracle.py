@@ -383,8 +383,8 @@ class Oracle:
             inputs: dict[str, Any] = self._cast(rows.inputs)
             if rows.documents is not None and not self._packs_by_positions():
                 inputs["attention_mask"] = self._document_mask(rows.documents)
-            config: Any = self.model.config
-            two_sided = self.job.model.factory is not None and config.is_encoder_decoder
+            model: Any = self.model  # that of a head of classes has labels that no decoder reads
+            two_sided = self.job.model.factory is not None and model.config.is_encoder_decoder and model.can_generate()
             reads_labels = two_sided or TASKS[self.job.model.task].labels == "decoder"
             if reads_labels and "decoder_input_ids" not in inputs:
                 inputs["decoder_input_ids"] = self._decoded(rows.labels)

@@ -23,6 +23,7 @@ from shardwise.kernels.loss import (
     linear_cross_entropy,
     linear_label_losses,
 )
+from shardwise.model.probe import decodes_labels
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.objective import Objective
 
@@ -39,7 +40,7 @@ class LanguageModelling(Objective):
         self.labels = TASKS[model.plan.job.model.task].labels
         config: Any = model.module.config
         # A model of the user's own is called with what transformers would be: with labels alone, or with both.
-        is_users = model.plan.job.model.factory is not None and getattr(config, "is_encoder_decoder", False)
+        is_users = model.plan.job.model.factory is not None and decodes_labels(model.module)
         self.decoder_start: int | None = None
         if self.labels == "decoder" or is_users:
             self.decoder_start = getattr(config, "decoder_start_token_id", None)
