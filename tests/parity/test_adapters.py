@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from collections.abc import Container
 from typing import Any
 from unittest import mock
 
@@ -62,7 +63,7 @@ def peft_config(settings: AdapterSection) -> LoraConfig:
 class PeftModel(nn.Module):
     """peft's model, whose names of parameters and modules are those of its files."""
 
-    def __init__(self, model: nn.Module, settings: AdapterSection) -> None:
+    def __init__(self, model: nn.Module, settings: AdapterSection, weights: Container[str] = ()) -> None:
         super().__init__()
         self.inner = inject_adapter_in_model(peft_config(settings), model, adapter_name="default")
         self.config = model.config

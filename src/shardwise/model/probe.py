@@ -575,7 +575,8 @@ class _RecordedForward:
     def run(self, inputs: Mapping[str, Tensor], device: str, dtype: torch.dtype, on_fakes: bool = True) -> ForwardProbe:
         """Run the forward, on fake tensors or else on random numbers, and return what was seen."""
         make = _fake if on_fakes else _drawn
-        ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+        # What a decoder reads beside sound or images says nothing of the positions of its encoder.
+        ids = inputs.get("decoder_input_ids", inputs["input_ids"]) if "input_ids" in inputs else None
         self.tokens = 0 if ids is None else ids.shape[1]
         known = KnownValues(assumes=isinstance(self.model, PreTrainedModel))
         with ExitStack() as stack:
