@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from collections.abc import Container
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
