@@ -38,8 +38,8 @@ from benchmarks.record import header, write_json
 
 HOSTS, LOCAL_RANKS = 4, 2
 RATE = 1_000_000_000  # bit/s of each link
-CONGESTION = "cubic"
-NETWORK = "10.77.0.0/24"
+CONGESTION = "cubic"  # how TCP finds its rate
+PREFIX = "10.77.0"  # of the hosts' addresses
 PORT = 29_500  # of rank 0's host, which is a namespace of its own
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 BYTES = 16 << 20
@@ -63,7 +63,7 @@ class Cluster:
     """`hosts` namespaces on a bridge; use it as `with cluster(...) as it`."""
 
     hosts: int
-    congestion: str = CONGESTION  # how TCP finds its rate, of those in net.ipv4.tcp_available_congestion_control
+    congestion: str = CONGESTION  # one of net.ipv4.tcp_available_congestion_control
     name: str = field(default_factory=lambda: f"sw{os.getpid() % 1_000_000:x}")
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Cluster:
         return f"{self.name}-{host}"
 
     def address(self, host: int) -> str:
-        return NETWORK.replace("0/24", str(host + 1))
+        return f"{PREFIX}.{host + 1}"
 
     def link(self, host: int) -> str:
         """The bridge's end of a host's link; the host's own is `eth0`."""
@@ -88,7 +88,7 @@ class Cluster:
             for words in (("addr", "add", f"{self.address(host)}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
                 do("ip", "-n", space, *words)
             do("ip", "-n", space, "link", "set", "lo", "up")
-            do("ip", "-n", space, "route", "change", NETWORK, "dev", "eth0", "congctl", self.congestion)
+            do("ip", "-n", space, "route", "change", f"{PREFIX}.0/24", "dev", "eth0", "congctl", self.congestion)
             self.limit(host, rate)
 
     def limit(self, host: int, rate: int) -> None:
@@ -230,6 +230,7 @@ def _row(operation: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "operation": operation,
         "bytes": BYTES,
+        "congestion": CONGESTION,
         "hosts": HOSTS,
         "ranks": HOSTS * LOCAL_RANKS,
         "seconds": seconds,

@@ -130,6 +130,12 @@ def test_a_table_has_no_token_ids(tmp_path: Path) -> None:
         corpus_of(path=str(path), format="tokens")
 
 
+def test_a_table_is_no_stream(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "csv", {"text": ["a"]})
+    with pytest.raises(ConfigError, match=r"holds csv: a stream reads .*; convert it, or leave streaming out"):
+        find_shards(DataSection(path=str(path), streaming=True))
+
+
 def test_tables_beside_documents_and_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "in", "csv", {"text": ["a"]})
     assert corpus_of(path=str(tmp_path / "in")).format == "csv"

@@ -43,7 +43,7 @@ def test_labels_stand_where_the_loss_has_them(task: str, model_type: str) -> Non
     kind = class_loss(model, token_inputs(model, 8))
     if not kind:
         pytest.skip("its forward does not run on fake tensors with labels")
-    ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 90, (2, 8), generator=torch.Generator().manual_seed(3))
     if isinstance(end := getattr(model.config, "eos_token_id", None), int):
         ids[:, -1] = end  # which classifiers of encoder-decoders look for
     inputs = dict.fromkeys(token_inputs(model, 8), ids)
@@ -58,6 +58,6 @@ def test_labels_stand_where_the_loss_has_them(task: str, model_type: str) -> Non
     losses = {name: float(F.cross_entropy(logits, form.flatten())) for name, form in forms.items()}
     own = float(output.loss)
     if kind == OTHER:
-        assert all(abs(own - loss) > 1e-4 * own for loss in losses.values())  # what equal ones may be apart
+        assert all(abs(own - loss) > 1e-3 for loss in losses.values())
     else:
         assert own == pytest.approx(losses[kind], rel=1e-4)

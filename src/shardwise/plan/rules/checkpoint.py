@@ -22,7 +22,7 @@ def _is_spread_over_hosts(d: Draft) -> bool:
     return not is_whole or d.parallel.expert_parallel_degree > 1
 
 
-def _misses(d: Draft) -> bool:
+def _keeps_what_is_not_saved(d: Draft) -> bool:
     """Return whether most of the steps that are never removed would not be saved."""
     every, kept = d.job.checkpoint.every, d.job.checkpoint.keep_every
     return bool(every and kept and kept % every and every % kept)
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
            lambda d: not d.job.checkpoint.every, "set checkpoint.every, or leave it out")
       for key in ("keep_last", "keep_every", "asynchronous")),
     Rule("checkpoint-keep-multiple", ("checkpoint.keep_every", "checkpoint.every"),
-         "what is kept at multiples of keep_every has to be saved there", _misses,
+         "what is kept at multiples of keep_every has to be saved there", _keeps_what_is_not_saved,
          fix="set keep_every to a multiple of checkpoint.every"),
     Rule("checkpoint-keep-best", ("checkpoint.keep_best", "checkpoint.every", "training.evaluate_every"),
          "every checkpoint has to have a validation loss", _unscored,
